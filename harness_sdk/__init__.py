@@ -1,0 +1,1 @@
+"""Octopus SDK: agents that fork, rewind and read each other."""

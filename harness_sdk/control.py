@@ -1,0 +1,127 @@
+"""Names and messages that the services share over Redis and MQTT (design.md sections 8 and 9).
+
+Keys, topics and the two retained JSON messages; no client of either lives here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from harness_sdk.errors import ProtocolError
+
+ADAPTER_CHUNK_BYTES = 4 * 1024 * 1024
+"""An adapter travels through Redis in values of this size."""
+
+
+def episodes_key(run: str) -> str:
+    """Redis stream of finished episodes."""
+    return f"octopus:{run}:episodes"
+
+
+def dead_key(run: str) -> str:
+    """Redis stream of records that failed to parse three times."""
+    return f"octopus:{run}:dead"
+
+
+def adapter_key(run: str, version: int) -> str:
+    """Prefix of an adapter's keys: `:meta` (hash) and `:chunk:{i}` (bytes)."""
+    return f"octopus:{run}:adapter:{version}"
+
+
+def permits_key(run: str) -> str:
+    """Redis hash of the tasks and groups that `octopus run` has handed out."""
+    return f"octopus:{run}:permits"
+
+
+def policy_topic(run: str) -> str:
+    """MQTT topic of the newest policy, retained."""
+    return f"octopus/{run}/policy"
+
+
+def replica_topic(run: str, replica_id: str) -> str:
+    """MQTT topic of one replica's state, retained; `+` as id subscribes to all."""
+    return f"octopus/{run}/replica/{replica_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAnnouncement:
+    """What the trainer publishes for each version."""
+
+    version: int
+    sha256: str
+    """Of the safetensors file."""
+    num_tensors: int
+    rank: int
+    alpha: float
+    uri: str
+    """`redis:octopus:{run}:adapter:{version}` or `file:///folder/of/the/adapter`."""
+    base_model: str
+    """Hash of the base model that the adapter belongs to."""
+    probe_token_ids: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """The retained payload."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, payload: str | bytes) -> PolicyAnnouncement:
+        """Parse a payload.
+
+        Raises:
+            ProtocolError: The payload is no announcement.
+        """
+        data = _object(payload)
+        try:
+            data["probe_token_ids"] = tuple(int(i) for i in data["probe_token_ids"])
+            return cls(**data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("not a policy announcement", value=payload[:200]) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """What a replica retains about itself; `alive` is cleared by its last will."""
+
+    replica_id: str
+    alive: bool
+    address: str = ""
+    versions: tuple[int, ...] = ()
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """Of the newest version, read back from the buffers that serve: tensor name -> sha256."""
+    probe_logprobs: tuple[float, ...] = ()
+    """Nats, of `probe_token_ids[1:]` under the newest version."""
+    error: str = ""
+    """Why the newest announcement was refused; empty where it was applied."""
+    error_version: int = 0
+    """Version that `error` is about."""
+
+    def to_json(self) -> str:
+        """The retained payload."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, payload: str | bytes) -> ReplicaState:
+        """Parse a payload.
+
+        Raises:
+            ProtocolError: The payload is no replica state.
+        """
+        data = _object(payload)
+        try:
+            for name in ("versions", "probe_logprobs"):
+                data[name] = tuple(data.get(name, ()))
+            return cls(**data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("not a replica state", value=payload[:200]) from error
+
+
+def _object(payload: str | bytes) -> dict:
+    try:
+        data = json.loads(payload)
+    except ValueError as error:
+        raise ProtocolError("control message is no JSON", value=payload[:200]) from error
+    if not isinstance(data, dict):
+        raise ProtocolError("control message is no JSON object", value=payload[:200])
+    return data

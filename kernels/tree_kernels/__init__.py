@@ -1,0 +1,1 @@
+"""Packed-tree operators: attention, gated delta rule, SSD, causal convolution, log-probability."""
