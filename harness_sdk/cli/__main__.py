@@ -1,0 +1,70 @@
+"""`octopus`: one command line for the services, the runs and the tools.
+
+Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`;
+it is imported only when it is called, so `--help` stays instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from harness_sdk.errors import HarnessError
+
+COMMANDS: dict[str, str] = {
+    "demo": "train a tiny branching agent on this machine, end to end",
+    "up": "start Valkey, the MQTT broker, rollout and trainer on this machine",
+    "rollout": "start a rollout service",
+    "trainer": "start a trainer service",
+    "run": "run an agent folder's tasks as groups of episodes",
+    "eval": "score an agent folder without training",
+    "trees": "merge recorded runs into prefix trees and measure their overlap",
+    "view": "draw an episode's DAG as an HTML page or a PNG",
+    "status": "show replicas, versions and the stream in one screen",
+    "doctor": "check this machine and its services for common faults",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 1 for an error, 2 for bad usage, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _top_parser()
+    args, rest = parser.parse_known_args(arguments[:1])
+    if args.command is None:
+        parser.print_help()
+        return 2
+    command = importlib.import_module(f"harness_sdk.cli.{args.command}")
+    sub = argparse.ArgumentParser(
+        prog=f"octopus {args.command}", description=COMMANDS[args.command].capitalize() + "."
+    )
+    command.add_arguments(sub)
+    parsed = sub.parse_args(rest + arguments[1:])
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    try:
+        return command.run(parsed)
+    except HarnessError as error:
+        sys.stderr.write(f"octopus {args.command}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="octopus",
+        description="Agents that branch, and the loop that trains them.",
+        epilog=f"commands:\n{lines}\n\n`octopus COMMAND --help` shows a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", choices=tuple(COMMANDS), metavar="COMMAND")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
