@@ -15,6 +15,16 @@ ADAPTER_CHUNK_BYTES = 4 * 1024 * 1024
 """An adapter travels through Redis in values of this size."""
 
 
+RECORD_FIELD = "record"
+"""Field of a stream entry that holds the record's bytes."""
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""PEFT's name of the tensors, here and in a shared directory."""
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""PEFT's name of the adapter's configuration."""
+
+
 def episodes_key(run: str) -> str:
     """Redis stream of finished episodes."""
     return f"octopus:{run}:episodes"
@@ -30,9 +40,24 @@ def adapter_key(run: str, version: int) -> str:
     return f"octopus:{run}:adapter:{version}"
 
 
+def adapter_meta_key(run: str, version: int) -> str:
+    """Redis hash: `num_chunks`, `num_bytes`, `sha256` (of the tensors' file), `config` (JSON)."""
+    return f"{adapter_key(run, version)}:meta"
+
+
+def adapter_chunk_key(run: str, version: int, index: int) -> str:
+    """Redis value: bytes `[index * ADAPTER_CHUNK_BYTES, ...)` of the tensors' file."""
+    return f"{adapter_key(run, version)}:chunk:{index}"
+
+
 def permits_key(run: str) -> str:
-    """Redis hash of the tasks and groups that `octopus run` has handed out."""
+    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`."""
     return f"octopus:{run}:permits"
+
+
+def permits_wake_key(run: str) -> str:
+    """Redis list that gets one token at each grant, for a runner that waits with BLPOP."""
+    return f"{permits_key(run)}:wake"
 
 
 def policy_topic(run: str) -> str:
