@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from harness_sdk.cli.settings import parse_arguments
 from harness_sdk.errors import HarnessError
 
 COMMANDS: dict[str, str] = {
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"octopus {args.command}", description=COMMANDS[args.command].capitalize() + "."
     )
     command.add_arguments(sub)
-    parsed = sub.parse_args(rest + arguments[1:])
+    parsed = parse_arguments(sub, rest + arguments[1:])
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
