@@ -1,0 +1,442 @@
+"""Where protobuf ends: errors <-> gRPC status and detail, wire messages <-> harness_sdk.types.
+
+Both the client and the service convert here; neither message nor status travels further.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from harness_sdk import types
+from harness_sdk.errors import (
+    ERROR_BY_STATUS,
+    ERRORS_BY_NAME,
+    HarnessError,
+    InvalidRequest,
+    ProtocolError,
+    ResourceExhausted,
+    ServiceError,
+)
+from harness_sdk.rpc.v1 import rollout_pb2 as pb
+
+PROTOCOL_VERSION = 1
+"""Version of the wire that this release speaks."""
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Largest message of either direction where neither end says otherwise."""
+
+ERROR_METADATA_KEY = "octopus-error-bin"
+"""Trailing metadata that carries an `ErrorDetail`."""
+
+# gRPC refuses trailing metadata past 8 KiB, the status text (percent-encoded) and the detail
+# (base64) together.
+_MAX_STATUS_BYTES = 400
+_MAX_DETAIL_BYTES = 1000
+
+
+# Errors
+
+
+def status_of(error: HarnessError | type[HarnessError]) -> grpc.StatusCode:
+    """The gRPC status that `error` travels under."""
+    return grpc.StatusCode[error.status]
+
+
+def error_to_detail(error: HarnessError) -> pb.ErrorDetail:
+    """`error` as its wire form; long texts are cut in the middle."""
+    return pb.ErrorDetail(
+        kind=type(error).__name__,
+        message=_short(error.message),
+        retryable=error.retryable,
+        **{name: _short(text) for name, text in error.context().items()},
+    )
+
+
+def error_from_detail(detail: pb.ErrorDetail) -> HarnessError:
+    """The error that a service raised; one of an unknown kind becomes a `ServiceError`."""
+    cls = ERRORS_BY_NAME.get(detail.kind, ServiceError)
+    return cls(
+        detail.message,
+        value=detail.value,
+        limit=detail.limit,
+        remedy=detail.remedy,
+        episode_id=detail.episode_id,
+        thread_id=detail.thread_id,
+    )
+
+
+def error_to_status(
+    error: HarnessError,
+) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Status, text and trailing metadata: the arguments of `ServicerContext.abort`."""
+    detail = error_to_detail(error)
+    return (
+        status_of(error),
+        _short(str(error), _MAX_STATUS_BYTES),
+        ((ERROR_METADATA_KEY, detail.SerializeToString()),),
+    )
+
+
+def error_from_status(
+    status: grpc.StatusCode,
+    text: str = "",
+    trailing_metadata: Iterable[tuple[str, str | bytes]] = (),
+) -> HarnessError:
+    """The error behind a failed call: from its detail, else from the table of bare statuses."""
+    for key, value in trailing_metadata:
+        if key == ERROR_METADATA_KEY and isinstance(value, bytes):
+            try:
+                return error_from_detail(pb.ErrorDetail.FromString(value))
+            except DecodeError:
+                break
+    oversize = _oversize_error(text)
+    if oversize is not None:
+        return oversize
+    return ERROR_BY_STATUS[status.name](text or f"the call failed with {status.name}")
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> HarnessError:
+    """The error behind an exception of grpc.aio."""
+    pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    return error_from_status(error.code(), error.details() or "", pairs)
+
+
+def message_too_large(side: str, size: int, limit: int) -> ResourceExhausted:
+    """The error of a message over `limit` bytes that `side` (client or server) would not take."""
+    return ResourceExhausted(
+        f"the message is larger than the {side} accepts",
+        value=f"{size} bytes",
+        limit=f"{limit} bytes",
+        remedy="shorten the messages or raise the service's max_message_bytes",
+    )
+
+
+# gRPC's own text: "CLIENT: Sent message larger than max (83 vs. 64)".
+_OVERSIZE = re.compile(
+    r"(?:(?P<side>CLIENT|SERVER): )?(?P<act>Sent|Received) message larger than max "
+    r"\((?P<size>\d+) vs\. (?P<limit>\d+)\)"
+)
+
+
+def _oversize_error(text: str) -> ResourceExhausted | None:
+    found = _OVERSIZE.search(text)
+    if found is None:
+        return None
+    # Without a prefix the status came from the peer, which is the one that received.
+    side = (found["side"] or "SERVER").lower()
+    return message_too_large(side, int(found["size"]), int(found["limit"]))
+
+
+def _short(text: str, max_bytes: int = _MAX_DETAIL_BYTES) -> str:
+    data = text.encode()
+    if len(data) <= max_bytes:
+        return text
+    half = max_bytes // 2
+    head, tail = data[:half].decode(errors="ignore"), data[-half:].decode(errors="ignore")
+    return f"{head} ... ({len(data)} bytes) ... {tail}"
+
+
+# Requests
+
+
+def message_to_proto(message: types.Message) -> pb.Message:
+    """A chat message for the wire."""
+    return pb.Message(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def message_from_proto(proto: pb.Message) -> types.Message:
+    """A chat message from the wire.
+
+    Raises:
+        InvalidRequest: The role is none of `types.Role`.
+    """
+    if proto.role not in ("system", "user", "assistant", "tool"):
+        raise InvalidRequest(
+            "unknown message role", value=proto.role, limit="system, user, assistant, tool"
+        )
+    return types.Message(
+        role=cast(types.Role, proto.role),
+        content=proto.content,
+        name=proto.name,
+        tool_call_id=proto.tool_call_id,
+    )
+
+
+def sampling_to_proto(sampling: types.SamplingOptions) -> pb.Sampling:
+    """Sampling options for the wire."""
+    return pb.Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=sampling.stop,
+        seed=sampling.seed,
+    )
+
+
+def sampling_from_proto(proto: pb.Sampling) -> types.SamplingOptions:
+    """Sampling options from the wire, as they were sent: 0 tokens stay 0."""
+    return types.SamplingOptions(
+        max_tokens=proto.max_tokens,
+        temperature=proto.temperature,
+        top_p=proto.top_p,
+        top_k=proto.top_k,
+        stop=tuple(proto.stop),
+        seed=proto.seed if proto.HasField("seed") else None,
+    )
+
+
+_LIMIT_NAMES = ("thread_budget", "answer_reserve", "max_threads", "max_depth", "max_turns")
+
+
+def limits_to_proto(limits: types.Limits) -> pb.Limits:
+    """Limits for the wire, where 0 stands for the server's default.
+
+    Raises:
+        InvalidRequest: A negative limit, or a 0 that the wire cannot tell from the default.
+    """
+    values: dict[str, int] = {}
+    for name in _LIMIT_NAMES:
+        value: int | None = getattr(limits, name)
+        if value is None or (value == 0 and name == "max_depth"):
+            continue
+        if value < 1:
+            raise InvalidRequest(
+                f"limit {name} is too small",
+                value=value,
+                limit="1 or more",
+                remedy="leave `fork` out of the episode's primitives"
+                if name == "max_threads"
+                else "leave it out for the server's default",
+            )
+        values[name] = value
+    return pb.Limits(**values)
+
+
+def limits_from_proto(proto: pb.Limits) -> types.Limits:
+    """Limits from the wire; 0 becomes None."""
+    return types.Limits(**{name: getattr(proto, name) or None for name in _LIMIT_NAMES})
+
+
+# Replies
+
+
+def budget_to_proto(budget: types.Budget) -> pb.Budget:
+    """A budget for the wire."""
+    return pb.Budget(
+        tokens_used=budget.tokens_used,
+        tokens_left=budget.tokens_left,
+        turns_left=budget.turns_left,
+        threads_left=budget.threads_left,
+        reserve_reached=budget.reserve_reached,
+    )
+
+
+def budget_from_proto(proto: pb.Budget) -> types.Budget:
+    """A budget from the wire."""
+    return types.Budget(
+        tokens_used=proto.tokens_used,
+        tokens_left=proto.tokens_left,
+        turns_left=proto.turns_left,
+        threads_left=proto.threads_left,
+        reserve_reached=proto.reserve_reached,
+    )
+
+
+def tool_call_to_proto(call: types.ToolCall) -> pb.ToolCall:
+    """A parsed call for the wire."""
+    return pb.ToolCall(
+        call_id=call.call_id,
+        name=call.name,
+        arguments_json=json.dumps(dict(call.arguments), ensure_ascii=False),
+        error=call.error,
+    )
+
+
+def tool_call_from_proto(proto: pb.ToolCall) -> types.ToolCall:
+    """A parsed call from the wire; arguments that are no JSON object become its error."""
+    arguments, error = _arguments(proto.arguments_json), proto.error
+    if arguments is None:
+        arguments, error = {}, error or "the arguments are no JSON object"
+    return types.ToolCall(call_id=proto.call_id, name=proto.name, arguments=arguments, error=error)
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    try:
+        value: object = json.loads(text or "{}")
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def turn_to_proto(turn: types.Turn, head: int) -> pb.TurnReply:
+    """The end of a model turn for the wire; its ids travelled in the deltas before."""
+    return pb.TurnReply(
+        head=head,
+        step=turn.step,
+        text=turn.text,
+        reasoning=turn.reasoning,
+        tool_calls=[tool_call_to_proto(call) for call in turn.tool_calls],
+        finish_reason=turn.finish_reason,
+        budget=budget_to_proto(turn.budget),
+        policy_version=turn.policy_version,
+        num_tokens=len(turn.token_ids),
+        raw_text=turn.raw_text,
+        thread_ended=turn.thread_ended or "",
+    )
+
+
+def turn_from_proto(
+    proto: pb.TurnReply, token_ids: Sequence[int], sampled_logprobs: Sequence[float]
+) -> types.Turn:
+    """A model turn from its reply and what its deltas carried.
+
+    Raises:
+        ProtocolError: The deltas do not add up to the turn.
+    """
+    if not len(token_ids) == len(sampled_logprobs) == proto.num_tokens:
+        raise ProtocolError(
+            "the turn's deltas do not add up",
+            value=f"{len(token_ids)} ids, {len(sampled_logprobs)} log-probabilities",
+            limit=f"{proto.num_tokens} of each",
+        )
+    return types.Turn(
+        step=proto.step,
+        text=proto.text,
+        reasoning=proto.reasoning,
+        tool_calls=tuple(tool_call_from_proto(call) for call in proto.tool_calls),
+        raw_text=proto.raw_text,
+        finish_reason=cast(types.FinishReason, proto.finish_reason),
+        token_ids=tuple(token_ids),
+        sampled_logprobs=tuple(sampled_logprobs),
+        policy_version=proto.policy_version,
+        budget=budget_from_proto(proto.budget),
+        thread_ended=types.ThreadStatus(proto.thread_ended) if proto.thread_ended else None,
+    )
+
+
+def branch_result_to_proto(result: types.BranchResult) -> pb.BranchResult:
+    """How a branch ended, for the wire."""
+    return pb.BranchResult(
+        thread_id=result.thread_id,
+        status=result.status,
+        answer=result.answer,
+        evidence=result.evidence,
+        summary=result.summary,
+        steps=[
+            pb.StepSummary(step=step.step, num_tokens=step.num_tokens, summary=step.summary)
+            for step in result.steps
+        ],
+    )
+
+
+def branch_result_from_proto(proto: pb.BranchResult) -> types.BranchResult:
+    """How a branch ended, from the wire."""
+    return types.BranchResult(
+        thread_id=proto.thread_id,
+        status=types.ThreadStatus(proto.status),
+        answer=proto.answer,
+        evidence=proto.evidence,
+        summary=proto.summary,
+        steps=tuple(
+            types.StepSummary(step=step.step, num_tokens=step.num_tokens, summary=step.summary)
+            for step in proto.steps
+        ),
+    )
+
+
+def read_result_from_proto(proto: pb.ReadThreadReply, branch: str) -> types.ReadResult:
+    """What reading `branch` mounted."""
+    return types.ReadResult(
+        branch=branch,
+        first_step=proto.first_step,
+        last_step=proto.last_step,
+        tokens_mounted=proto.tokens_mounted,
+        next_position=proto.next_position,
+        stub=proto.stub,
+    )
+
+
+def rewind_result_from_proto(proto: pb.RewindReply) -> types.RewindResult:
+    """What a rewind returned and cancelled."""
+    return types.RewindResult(
+        step=proto.step,
+        tokens_returned=proto.tokens_returned,
+        cancelled_threads=tuple(proto.cancelled_threads),
+    )
+
+
+def episode_result_from_proto(proto: pb.CloseEpisodeReply) -> types.EpisodeResult:
+    """What closing an episode left behind."""
+    return types.EpisodeResult(
+        stop_reason=types.StopReason(proto.stop_reason),
+        entry_id=proto.entry_id,
+        num_nodes=proto.num_nodes,
+        num_tokens=proto.num_tokens,
+    )
+
+
+# The replica
+
+
+def info_to_proto(info: types.ServerInfo) -> pb.ConnectReply:
+    """The handshake's answer for the wire."""
+    return pb.ConnectReply(
+        protocol_version=PROTOCOL_VERSION,
+        replica_id=info.replica_id,
+        run=info.run,
+        model=info.model,
+        engine=info.engine,
+        max_message_bytes=info.max_message_bytes,
+        limits=limits_to_proto(info.limits),
+        policy_versions=info.policy_versions,
+        max_positions=info.max_positions,
+    )
+
+
+def info_from_proto(proto: pb.ConnectReply) -> types.ServerInfo:
+    """The handshake's answer from the wire."""
+    return types.ServerInfo(
+        replica_id=proto.replica_id,
+        run=proto.run,
+        model=proto.model,
+        engine=proto.engine,
+        max_message_bytes=proto.max_message_bytes,
+        policy_versions=tuple(proto.policy_versions),
+        max_positions=proto.max_positions,
+        limits=limits_from_proto(proto.limits),
+    )
+
+
+_STATUS_NAMES = tuple(
+    name for name in types.ServerStatus.__slots__ if name not in ("policy_versions", "metrics")
+)
+
+
+def server_status_to_proto(status: types.ServerStatus) -> pb.StatusReply:
+    """A replica's state for the wire."""
+    return pb.StatusReply(
+        policy_versions=status.policy_versions,
+        metrics=dict(status.metrics),
+        **{name: getattr(status, name) for name in _STATUS_NAMES},
+    )
+
+
+def server_status_from_proto(proto: pb.StatusReply) -> types.ServerStatus:
+    """A replica's state from the wire."""
+    return types.ServerStatus(
+        policy_versions=tuple(proto.policy_versions),
+        metrics=dict(proto.metrics),
+        **{name: getattr(proto, name) for name in _STATUS_NAMES},
+    )
