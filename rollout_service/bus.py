@@ -1,0 +1,229 @@
+"""Everything this service says over MQTT: announcements in, this replica's retained state out.
+
+Reconnects for as long as it runs; after each connection the newest state is retained again, so
+a broker that forgot it learns it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import aiomqtt
+
+from harness_sdk import control
+from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 5.0
+# The broker publishes the last will after one and a half of these without a sign of life.
+_KEEPALIVE_S = 10
+
+
+class ControlBus:
+    """One replica's connection to the control bus; an async context manager.
+
+    Args:
+        url: `mqtt://[user:password@]host[:port]`, or `mqtts://` for TLS.
+        run: Run name, which names the topics.
+        state: This replica's state at the start.
+    """
+
+    def __init__(self, url: str, run: str, state: ReplicaState) -> None:
+        self._options = _connection_options(url)
+        self._policy_topic = control.policy_topic(run)
+        self._replica_topic = control.replica_topic(run, state.replica_id)
+        self._state = state
+        self._unsent = asyncio.Event()
+        self._announcements: asyncio.Queue[PolicyAnnouncement] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self.num_connections = 0
+
+    async def __aenter__(self) -> ControlBus:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self, grace_s: float = 2.0) -> None:
+        """Retain `alive=false`, if the broker takes it within `grace_s` seconds, and hang up."""
+        if self._task is None:
+            return
+        self._closing = True
+        self.publish(replace(self._state, alive=False))
+        await asyncio.wait([self._task], timeout=grace_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+
+    def publish(self, state: ReplicaState) -> None:
+        """Retain `state` as soon as the broker is there; a newer one replaces it."""
+        self._state = state
+        self._unsent.set()
+
+    async def announcements(self) -> AsyncIterator[PolicyAnnouncement]:
+        """The policies as they are announced, the retained one first; repeats are possible."""
+        while True:
+            yield await self._announcements.get()
+
+    async def _run(self) -> None:
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                async with aiomqtt.Client(
+                    **self._options,
+                    keepalive=_KEEPALIVE_S,
+                    will=aiomqtt.Will(self._replica_topic, self._last_will(), qos=1, retain=True),
+                ) as client:
+                    self.num_connections += 1
+                    delay_s = _FIRST_DELAY_S
+                    await self._serve(client)
+                    return
+            except (aiomqtt.MqttError, OSError) as error:
+                logger.warning("MQTT broker is away (%s); next try in %.1f s", error, delay_s)
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(delay_s * 2, _LAST_DELAY_S)
+
+    def _last_will(self) -> str:
+        return ReplicaState(replica_id=self._state.replica_id, alive=False).to_json()
+
+    async def _serve(self, client: aiomqtt.Client) -> None:
+        """Publish and receive until the connection breaks, or until closing is announced."""
+        self._unsent.set()
+        await client.subscribe(self._policy_topic, qos=1)
+        receive = asyncio.create_task(self._receive(client))
+        publish = asyncio.create_task(self._publish(client))
+        try:
+            await asyncio.wait([receive, publish], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            receive.cancel()
+            publish.cancel()
+            results = await asyncio.gather(receive, publish, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _receive(self, client: aiomqtt.Client) -> None:
+        async for message in client.messages:
+            try:
+                self._announcements.put_nowait(PolicyAnnouncement.from_json(_bytes(message)))
+            except ProtocolError as error:
+                logger.error("on %s: %s", message.topic, error)
+
+    async def _publish(self, client: aiomqtt.Client) -> None:
+        while True:
+            await self._unsent.wait()
+            self._unsent.clear()
+            try:
+                await client.publish(self._replica_topic, self._state.to_json(), qos=1, retain=True)
+            except aiomqtt.MqttError:
+                self._unsent.set()
+                raise
+            if self._closing and not self._unsent.is_set():
+                return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusState:
+    """What the broker retains of a run."""
+
+    policy: PolicyAnnouncement | None
+    replicas: tuple[ReplicaState, ...]
+
+
+async def read_bus_state(url: str, run: str, *, listen_s: float = 0.5) -> BusState:
+    """Collect the retained messages of `run`; `listen_s` seconds of silence end it.
+
+    Raises:
+        Unavailable: The broker cannot be reached.
+    """
+    policy: PolicyAnnouncement | None = None
+    replicas: dict[str, ReplicaState] = {}
+    topics = [control.policy_topic(run), control.replica_topic(run, "+")]
+    async for topic, payload in _retained(url, topics, listen_s):
+        try:
+            if topic == topics[0]:
+                policy = PolicyAnnouncement.from_json(payload)
+            elif payload:
+                replicas[topic] = ReplicaState.from_json(payload)
+        except ProtocolError as error:
+            logger.error("on %s: %s", topic, error)
+    return BusState(policy=policy, replicas=tuple(replicas[topic] for topic in sorted(replicas)))
+
+
+async def broker_retains(url: str, *, listen_s: float = 0.5) -> bool:
+    """Whether the broker keeps a retained message for those who come later.
+
+    Raises:
+        Unavailable: The broker cannot be reached.
+    """
+    topic = f"octopus/doctor/{random.getrandbits(64):x}"
+    try:
+        async with aiomqtt.Client(**_connection_options(url), timeout=5) as client:
+            await client.publish(topic, b"kept", qos=1, retain=True)
+        found = [payload async for _, payload in _retained(url, [topic], listen_s)]
+        async with aiomqtt.Client(**_connection_options(url), timeout=5) as client:
+            # An empty retained message removes the topic.
+            await client.publish(topic, b"", qos=1, retain=True)
+    except aiomqtt.MqttError as error:
+        raise _away(error) from error
+    return b"kept" in found
+
+
+async def _retained(
+    url: str, topics: list[str], listen_s: float
+) -> AsyncIterator[tuple[str, bytes]]:
+    try:
+        async with aiomqtt.Client(**_connection_options(url), timeout=5) as client:
+            for topic in topics:
+                await client.subscribe(topic, qos=1)
+            messages = aiter(client.messages)
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    message = await asyncio.wait_for(anext(messages), listen_s)
+                    yield str(message.topic), _bytes(message)
+    except aiomqtt.MqttError as error:
+        raise _away(error) from error
+
+
+def _connection_options(url: str) -> dict[str, Any]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname:
+        raise ConfigError(
+            "mqtt.url is no address", value=url, limit="mqtt://host:port or mqtts://host:port"
+        )
+    tls = parts.scheme == "mqtts"
+    return {
+        "hostname": parts.hostname,
+        "port": port or (8883 if tls else 1883),
+        "username": unquote(parts.username) if parts.username else None,
+        "password": unquote(parts.password) if parts.password else None,
+        "protocol": aiomqtt.ProtocolVersion.V311,
+        "tls_context": ssl.create_default_context() if tls else None,
+    }
+
+
+def _bytes(message: aiomqtt.Message) -> bytes:
+    payload = message.payload
+    return bytes(payload) if isinstance(payload, (bytes, bytearray)) else str(payload).encode()
+
+
+def _away(error: Exception) -> Unavailable:
+    return Unavailable(
+        "the MQTT broker cannot be reached", value=error, remedy="start it or correct its URL"
+    )

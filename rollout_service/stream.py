@@ -1,0 +1,347 @@
+"""Everything this service says to Redis: episodes out, adapter chunks in, the stream's state.
+
+A record that `write` has taken is sent once Redis takes it, however often Redis restarts in
+between; a repeated send is possible, and the trainer drops duplicates by episode id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from harness_sdk import control
+from harness_sdk.errors import AdapterError, ConfigError, Unavailable
+from harness_sdk.record import EpisodeRecord, record_to_bytes
+from harness_sdk.records_file import read_records, write_records
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 2.0
+
+
+@dataclass(slots=True)
+class _Pending:
+    record: EpisodeRecord
+    data: bytes
+    entry_id: asyncio.Future[str] = field(default_factory=lambda: asyncio.Future())
+
+
+class EpisodeStream:
+    """The way of finished episodes into `octopus:{run}:episodes`; an async context manager.
+
+    Args:
+        url: `redis://` or `rediss://` address.
+        run: Run name, which names the keys.
+        max_buffered_bytes: Records held while Redis is away; past it `write` waits.
+        spill_path: File that keeps what Redis had not taken when this is closed; it is sent
+            first by the next start. None drops it with an error in the log.
+        trim_every: Entries between two trims.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        max_buffered_bytes: int = 64 * 1024 * 1024,
+        spill_path: Path | None = None,
+        trim_every: int = 64,
+    ) -> None:
+        self._client = _client(url)
+        self._run = run
+        self._key = control.episodes_key(run)
+        self._max_buffered_bytes = max_buffered_bytes
+        self._spill_path = spill_path
+        self._trim_every = trim_every
+        self._buffer: deque[_Pending] = deque()
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sender: asyncio.Task[None] | None = None
+        self._closed = False
+        self.buffered_bytes = 0
+        self.num_sent = 0
+        self.num_retries = 0
+
+    async def __aenter__(self) -> EpisodeStream:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Begin to send, what the last run left unsent first; Redis may still be away.
+
+        Raises:
+            ConfigError: Redis refuses the credentials.
+        """
+        try:
+            await self._client.ping()
+        except AuthenticationError as error:
+            await self._client.aclose()
+            raise ConfigError(
+                "Redis refuses the credentials", value=error, remedy="correct redis.url"
+            ) from error
+        except (RedisError, OSError) as error:
+            logger.warning("Redis is away (%s); episodes wait in memory", error)
+        if self._spill_path is not None and self._spill_path.exists():
+            for record in await asyncio.to_thread(lambda path: [*read_records(path)],
+                                                  self._spill_path):  # fmt: skip
+                self._push(_Pending(record, record_to_bytes(record)))
+            logger.info("sending %d episodes that the last run left", len(self._buffer))
+        self._sender = asyncio.create_task(self._send_all())
+
+    async def close(self, grace_s: float = 10.0) -> None:
+        """Send what is buffered, for at most `grace_s` seconds, then spill the rest."""
+        try:
+            async with asyncio.timeout(grace_s), self._changed:
+                await self._changed.wait_for(lambda: not self._buffer)
+        except TimeoutError:
+            logger.error("Redis did not take %d episodes in time", len(self._buffer))
+        self._closed = True
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.gather(self._sender, return_exceptions=True)
+        if self._spill_path is not None:
+            await asyncio.to_thread(_spill, self._spill_path, [p.record for p in self._buffer])
+        async with self._changed:
+            for pending in self._buffer:
+                pending.entry_id.set_exception(_closed())
+            self._buffer.clear()
+            self._changed.notify_all()
+        await self._client.aclose()
+
+    async def write(self, record: EpisodeRecord) -> str:
+        """Append a record; waits while the buffer is full or Redis is away.
+
+        Cancelling the caller does not take the record back.
+
+        Returns:
+            Its entry id.
+
+        Raises:
+            Unavailable: The stream was closed first.
+        """
+        task = asyncio.create_task(self._write(_Pending(record, record_to_bytes(record))))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def trim(self) -> int:
+        """Drop the entries below the lowest one that some consumer group still needs.
+
+        Without a group nobody has read anything, and nothing is dropped.
+
+        Returns:
+            How many entries were dropped.
+        """
+        needed = []
+        for group in await self._client.xinfo_groups(self._key):
+            # Read before XPENDING: what is acknowledged in between only lets us keep more.
+            needed.append(group["last-delivered-id"].decode())
+            if group["pending"]:
+                lowest = (await self._client.xpending(self._key, group["name"]))["min"]
+                needed += [lowest.decode()] if lowest is not None else []
+        if not needed:
+            return 0
+        minid = min(needed, key=_entry_order)
+        return await self._client.xtrim(self._key, minid=minid, approximate=False)
+
+    async def fetch_adapter(self, version: int, folder: Path, *, max_bytes: int) -> None:
+        """Write an adapter's two files to `folder`, one chunk in memory at a time.
+
+        Raises:
+            AdapterError: The version is not there, not whole, or larger than `max_bytes`.
+            Unavailable: Redis cannot be reached.
+        """
+        try:
+            await self._fetch_adapter(version, folder, max_bytes)
+        except (RedisError, OSError) as error:
+            raise Unavailable("cannot fetch the adapter from Redis", value=error) from error
+
+    async def _fetch_adapter(self, version: int, folder: Path, max_bytes: int) -> None:
+        key = control.adapter_meta_key(self._run, version)
+        meta = await self._client.hgetall(key)
+        if not meta:
+            raise AdapterError(f"adapter {version} is not in Redis", value=key)
+        size = int(meta[b"num_bytes"])
+        if size > max_bytes:
+            raise AdapterError(
+                f"adapter {version} is too large",
+                value=f"{size} bytes",
+                limit=f"{max_bytes} bytes",
+                remedy="raise adapters.max_bytes or lower the rank",
+            )
+        written = 0
+        with (folder / control.ADAPTER_FILE).open("wb") as file:
+            for index in range(int(meta[b"num_chunks"])):
+                chunk_key = control.adapter_chunk_key(self._run, version, index)
+                chunk = await self._client.get(chunk_key)
+                if chunk is None or written + len(chunk) > size:
+                    raise AdapterError(f"adapter {version} is not whole in Redis", value=chunk_key)
+                written += await asyncio.to_thread(file.write, chunk)
+        if written != size:
+            raise AdapterError(
+                f"adapter {version} is not whole in Redis", value=written, limit=f"{size} bytes"
+            )
+        (folder / control.ADAPTER_CONFIG_FILE).write_bytes(meta[b"config"])
+
+    async def _write(self, pending: _Pending) -> str:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or self._fits(len(pending.data)))
+            if self._closed:
+                raise _closed()
+            self._push(pending)
+            self._changed.notify_all()
+        return await pending.entry_id
+
+    def _fits(self, size: int) -> bool:
+        return not self._buffer or self.buffered_bytes + size <= self._max_buffered_bytes
+
+    def _push(self, pending: _Pending) -> None:
+        # A caller that gave up never looks at the result.
+        pending.entry_id.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._buffer.append(pending)
+        self.buffered_bytes += len(pending.data)
+
+    async def _send_all(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._buffer)
+            first = self._buffer[0]
+            entry_id = await self._add(first.data)
+            async with self._changed:
+                self._buffer.popleft()
+                self.buffered_bytes -= len(first.data)
+                self._changed.notify_all()
+            first.entry_id.set_result(entry_id)
+            self.num_sent += 1
+            if self.num_sent % self._trim_every == 0:
+                await self._try_trim()
+
+    async def _add(self, data: bytes) -> str:
+        """XADD until it succeeds: out of memory, restarting and unreachable all pass in time."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                entry_id = await self._client.xadd(self._key, {control.RECORD_FIELD: data})
+                return entry_id.decode()
+            except (RedisError, OSError) as error:
+                self.num_retries += 1
+                logger.warning(
+                    "Redis did not take an episode (%s); %d wait, next try in %.2f s",
+                    error, len(self._buffer), delay_s,
+                )  # fmt: skip
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(delay_s * 2, _LAST_DELAY_S)
+
+    async def _try_trim(self) -> None:
+        try:
+            await self.trim()
+        except (RedisError, OSError) as error:
+            logger.warning("cannot trim the episode stream: %s", error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """The stream at one moment."""
+
+    length: int
+    pending: int
+    """Delivered to a consumer group and not acknowledged, over all groups."""
+    undelivered: int
+    """Of the group that lags most; the whole length without a group."""
+    dead: int
+    """Records that failed to parse."""
+
+
+async def read_stream_state(url: str, run: str) -> StreamState:
+    """Look at the stream of `run`.
+
+    Raises:
+        Unavailable: Redis cannot be reached.
+    """
+    client = _client(url)
+    key = control.episodes_key(run)
+    try:
+        length = await client.xlen(key)
+        groups = await client.xinfo_groups(key) if await client.exists(key) else []
+        return StreamState(
+            length=length,
+            pending=sum(group["pending"] for group in groups),
+            undelivered=max((group["lag"] or 0 for group in groups), default=length),
+            dead=await client.xlen(control.dead_key(run)),
+        )
+    except (RedisError, OSError) as error:
+        raise _away(error) from error
+    finally:
+        await client.aclose()
+
+
+async def read_server_settings(url: str) -> Mapping[str, str]:
+    """`appendonly`, `appendfsync` and `maxmemory-policy` of a server; {} where it hides them.
+
+    Raises:
+        Unavailable: The server cannot be reached or refuses the credentials.
+    """
+    client = _client(url)
+    names = ("appendonly", "appendfsync", "maxmemory-policy")
+    try:
+        await client.ping()
+        try:
+            return dict(await client.config_get(*names))
+        except ResponseError:
+            return {}
+    except (RedisError, OSError) as error:
+        raise _away(error) from error
+    finally:
+        await client.aclose()
+
+
+def _client(url: str) -> Any:
+    try:
+        # Retries are this file's own: each is logged and bounded by what its call can bear.
+        return redis.asyncio.Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=30,
+            socket_connect_timeout=5,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "redis.url is no address", value=url, limit="redis://host:port/db", remedy=str(error)
+        ) from error
+
+
+def _away(error: Exception) -> Unavailable:
+    return Unavailable("Redis cannot be reached", value=error, remedy="start it or correct its URL")
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the episode stream is closed", remedy="open the episode on a live replica")
+
+
+def _spill(path: Path, records: list[EpisodeRecord]) -> None:
+    if records:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_records(path, records)
+        logger.warning("%d episodes wait in %s for the next start", len(records), path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _entry_order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence)

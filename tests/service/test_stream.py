@@ -1,0 +1,212 @@
+"""The episode stream over a real Valkey server that is killed and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from harness_sdk import control
+from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
+from harness_sdk.errors import AdapterError, ConfigError, Unavailable
+from harness_sdk.record import EpisodeRecord, Node, NodeKind, record_from_bytes
+from rollout_service.stream import EpisodeStream, read_server_settings, read_stream_state
+
+RUN = "test"
+KEY = control.episodes_key(RUN)
+
+
+def _record(number: int, num_tokens: int = 50) -> EpisodeRecord:
+    node = Node(
+        node_id=0,
+        parent=-1,
+        thread_id="root",
+        step=1,
+        kind=NodeKind.TURN,
+        token_ids=(1000,) * num_tokens,
+        sampled=(False,) * num_tokens,
+        sampled_logprobs=(),
+        policy_version=0,
+        position_start=0,
+    )
+    return EpisodeRecord(
+        run=RUN, episode_id=f"episode-{number}", group_id="g", task_id="t", replica_id="r",
+        nodes=(node,), threads=(), reward=1.0, answer="", stop_reason="done", opened_at_s=0.0,
+        closed_at_s=1.0, mount_layers=(), model_hash="", tokenizer_hash="", template_hash="",
+        engine="dry",
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path / "valkey")
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def _connect(url: str) -> Any:
+    return redis.asyncio.Redis.from_url(url, protocol=2)
+
+
+async def _kill(server: ValkeyServer) -> None:
+    assert server.process is not None
+    os.kill(server.process.pid, signal.SIGKILL)
+    assert await server.process.wait() == -signal.SIGKILL
+
+
+async def _episodes(url: str) -> list[tuple[str, str]]:
+    async with _connect(url) as client:
+        entries = await client.xrange(KEY)
+    return [
+        (entry_id.decode(), record_from_bytes(fields[b"record"]).episode_id)
+        for entry_id, fields in entries
+    ]
+
+
+async def test_killed_server_loses_no_episode(server: ValkeyServer) -> None:
+    async with EpisodeStream(server.url, RUN) as stream:
+        first = [await stream.write(_record(number)) for number in range(20)]
+        writes = [asyncio.create_task(stream.write(_record(number))) for number in range(20, 60)]
+        # Somewhere inside the burst.
+        while stream.num_sent < 30:
+            await asyncio.sleep(0)
+        await _kill(server)
+        late = [asyncio.create_task(stream.write(_record(number))) for number in range(60, 80)]
+        await asyncio.sleep(0.2)
+        assert not late[0].done()
+        await server.start()
+        entry_ids = first + await asyncio.gather(*writes, *late)
+        assert stream.num_retries > 0
+        assert stream.buffered_bytes == 0
+    stored = await _episodes(server.url)
+    assert {episode for _, episode in stored} == {f"episode-{number}" for number in range(80)}
+    # What was acknowledged to the caller is there under the id that it was told.
+    assert set(zip(entry_ids, (f"episode-{number}" for number in range(80)), strict=True)) <= set(
+        stored
+    )
+
+
+async def test_trim_keeps_everything_that_is_not_acknowledged(server: ValkeyServer) -> None:
+    async with (
+        EpisodeStream(server.url, RUN, trim_every=1000) as stream,
+        _connect(server.url) as client,
+    ):
+        ids = [await stream.write(_record(number)) for number in range(10)]
+        assert await stream.trim() == 0
+        await client.xgroup_create(KEY, "trainer", id="0")
+        await client.xreadgroup("trainer", "a", {KEY: ">"}, count=6)
+        await client.xack(KEY, "trainer", *ids[:2], ids[4])
+        # Entry 2 is still pending: 3 to 9 stay, whatever was acknowledged after it.
+        assert await stream.trim() == 2
+        assert [entry_id for entry_id, _ in await _episodes(server.url)] == ids[2:]
+        await client.xgroup_create(KEY, "slow", id="0")
+        await client.xack(KEY, "trainer", ids[2], ids[3], ids[5])
+        assert await stream.trim() == 0
+        await client.xgroup_destroy(KEY, "slow")
+        assert await stream.trim() == 3
+        assert [entry_id for entry_id, _ in await _episodes(server.url)] == ids[5:]
+        state = await read_stream_state(server.url, RUN)
+        assert (state.length, state.pending, state.undelivered, state.dead) == (5, 0, 4, 0)
+
+
+async def test_stream_trims_while_it_writes(server: ValkeyServer) -> None:
+    async with (
+        EpisodeStream(server.url, RUN, trim_every=5) as stream,
+        _connect(server.url) as client,
+    ):
+        await client.xgroup_create(KEY, "trainer", id="0", mkstream=True)
+        for number in range(20):
+            entry_id = await stream.write(_record(number))
+            await client.xreadgroup("trainer", "a", {KEY: ">"})
+            await client.xack(KEY, "trainer", entry_id)
+        assert await client.xlen(KEY) < 10
+
+
+async def test_full_buffer_holds_writers_back_until_redis_returns(server: ValkeyServer) -> None:
+    await _kill(server)
+    async with EpisodeStream(server.url, RUN, max_buffered_bytes=1000) as stream:
+        writes = [asyncio.create_task(stream.write(_record(number))) for number in range(40)]
+        await asyncio.sleep(0.1)
+        assert 0 < stream.buffered_bytes <= 1000
+        # A caller that gives up takes nothing back.
+        writes[0].cancel()
+        writes[39].cancel()
+        await server.start()
+        await asyncio.gather(*writes[1:39])
+    assert {episode for _, episode in await _episodes(server.url)} == {
+        f"episode-{number}" for number in range(40)
+    }
+
+
+async def test_stream_that_closes_without_redis_sends_at_the_next_start(
+    server: ValkeyServer, tmp_path: Path
+) -> None:
+    spill = tmp_path / "replica" / "unsent.records"
+    await _kill(server)
+    stream = EpisodeStream(server.url, RUN, spill_path=spill)
+    await stream.start()
+    write = asyncio.create_task(stream.write(_record(7)))
+    await asyncio.sleep(0.05)
+    await stream.close(grace_s=0.05)
+    with pytest.raises(Unavailable, match="closed"):
+        await write
+    with pytest.raises(Unavailable, match="closed"):
+        await stream.write(_record(8))
+    assert spill.exists()
+    await server.start()
+    async with EpisodeStream(server.url, RUN, spill_path=spill):
+        pass
+    assert [episode for _, episode in await _episodes(server.url)] == ["episode-7"]
+    assert not spill.exists()
+
+
+async def test_adapter_chunks_are_written_to_the_folder(
+    server: ValkeyServer, tmp_path: Path
+) -> None:
+    data = os.urandom(2 * control.ADAPTER_CHUNK_BYTES + 17)
+    size = control.ADAPTER_CHUNK_BYTES
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    async with (
+        EpisodeStream(server.url, RUN) as stream,
+        _connect(server.url) as client,
+    ):
+        with pytest.raises(AdapterError, match="not in Redis"):
+            await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
+        for index, chunk in enumerate(chunks):
+            await client.set(control.adapter_chunk_key(RUN, 3, index), chunk)
+        meta = {"num_chunks": 3, "num_bytes": len(data), "sha256": "", "config": "{}"}
+        await client.hset(control.adapter_meta_key(RUN, 3), mapping=meta)
+        await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
+        assert (tmp_path / control.ADAPTER_FILE).read_bytes() == data
+        assert (tmp_path / control.ADAPTER_CONFIG_FILE).read_text() == "{}"
+        with pytest.raises(AdapterError, match="too large"):
+            await stream.fetch_adapter(3, tmp_path, max_bytes=len(data) - 1)
+        await client.delete(control.adapter_chunk_key(RUN, 3, 1))
+        with pytest.raises(AdapterError, match="not whole"):
+            await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
+
+
+async def test_embedded_server_is_durable_and_alone_on_its_folder(tmp_path: Path) -> None:
+    async with embedded_valkey(tmp_path) as url:
+        assert await read_server_settings(url) == {
+            "appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction",
+        }  # fmt: skip
+        with pytest.raises(ConfigError, match="another embedded Valkey"):
+            async with embedded_valkey(tmp_path):
+                pass
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await read_server_settings(url)
+
+
+async def test_wrong_credentials_are_refused_at_the_start(server: ValkeyServer) -> None:
+    async with _connect(server.url) as client:
+        await client.config_set("requirepass", "right")
+        with pytest.raises(ConfigError, match="credentials"):
+            await EpisodeStream(server.url.replace("//", "//:wrong@"), RUN).start()
