@@ -1,0 +1,176 @@
+"""Everything this service says to the MQTT broker: policies out, replicas' states in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from urllib.parse import unquote, urlsplit
+
+import aiomqtt
+
+from harness_sdk import control
+from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
+
+log = logging.getLogger(__name__)
+
+Replicas = Mapping[str, ReplicaState]
+
+_SCHEMES = {"mqtt": 1883, "mqtts": 8883}
+
+
+class ControlBus:
+    """A connection to the broker that comes back after the broker's restarts.
+
+    Args:
+        url: `mqtt://user:password@host:port`, or `mqtts://` for TLS.
+        run: Run name, which names the topics.
+        patience_s: How long entering and announcing wait for the broker.
+
+    Example:
+        `async with ControlBus(url, run) as bus: await bus.announce(announcement)`
+    """
+
+    def __init__(self, url: str, run: str, *, patience_s: float = 60.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in _SCHEMES or not parts.hostname:
+            raise ConfigError(
+                "not an MQTT address",
+                value=url,
+                limit="mqtt://host:port or mqtts://host:port",
+                remedy="correct mqtt.url",
+            )
+        self._parts = parts
+        self._run = run
+        self._patience_s = patience_s
+        self._replicas: dict[str, ReplicaState] = {}
+        self._changed = asyncio.Condition()
+        self._client: aiomqtt.Client | None = None
+        self._announcement: PolicyAnnouncement | None = None
+        self._last_error: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> ControlBus:
+        self._task = asyncio.create_task(self._serve(), name="control-bus")
+        try:
+            await self._connected()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @property
+    def replicas(self) -> Replicas:
+        """The last state of every replica that the broker retains, dead ones too."""
+        return dict(self._replicas)
+
+    async def announce(self, announcement: PolicyAnnouncement) -> None:
+        """Retain `announcement` as the run's policy; repeated to a broker that comes back.
+
+        Raises:
+            Unavailable: The broker stayed away.
+        """
+        self._announcement = announcement
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            client = await self._connected()
+            try:
+                await self._publish(client, announcement)
+                return
+            except aiomqtt.MqttError as error:
+                if time.monotonic() > give_up:
+                    raise Unavailable("the MQTT broker does not take the policy") from error
+                await asyncio.sleep(0.2)
+
+    async def wait_until(self, holds: Callable[[Replicas], bool], timeout_s: float) -> bool:
+        """Wait until `holds(replicas)`; False where `timeout_s` passed first."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: holds(self._replicas))
+        except TimeoutError:
+            return holds(self._replicas)
+        return True
+
+    async def _connected(self) -> aiomqtt.Client:
+        try:
+            async with asyncio.timeout(self._patience_s), self._changed:
+                await self._changed.wait_for(lambda: self._client is not None)
+        except TimeoutError as error:
+            raise Unavailable(
+                "the MQTT broker cannot be reached",
+                value=self._last_error or "",
+                limit=f"{self._patience_s:g} s",
+                remedy="start it, or correct mqtt.url",
+            ) from error
+        assert self._client is not None
+        return self._client
+
+    async def _serve(self) -> None:
+        delay_s = 0.1
+        while True:
+            try:
+                async with self._new_client() as client:
+                    await self._greet(client)
+                    delay_s = 0.1
+                    async for message in client.messages:
+                        await self._take(str(message.topic), message.payload)
+            except (aiomqtt.MqttError, OSError) as error:
+                self._last_error = error
+                log.warning("MQTT broker is away (%s); trying again", error)
+            finally:
+                self._client = None
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, 5.0)
+
+    async def _greet(self, client: aiomqtt.Client) -> None:
+        await client.subscribe(control.replica_topic(self._run, "+"), qos=1)
+        if self._announcement is not None:
+            # A broker that restarted may have lost what it retained.
+            await self._publish(client, self._announcement)
+        async with self._changed:
+            self._client = client
+            self._changed.notify_all()
+
+    def _new_client(self) -> aiomqtt.Client:
+        parts = self._parts
+        return aiomqtt.Client(
+            parts.hostname or "",
+            parts.port or _SCHEMES[parts.scheme],
+            username=unquote(parts.username) if parts.username else None,
+            password=unquote(parts.password) if parts.password else None,
+            identifier=f"octopus-trainer-{self._run}-{os.getpid()}-{id(self) % 10_000}",
+            tls_params=aiomqtt.TLSParameters() if parts.scheme == "mqtts" else None,
+            timeout=10.0,
+        )
+
+    async def _publish(self, client: aiomqtt.Client, announcement: PolicyAnnouncement) -> None:
+        topic = control.policy_topic(self._run)
+        await client.publish(topic, announcement.to_json(), qos=1, retain=True)
+
+    async def _take(self, topic: str, payload: object) -> None:
+        replica_id = topic.rsplit("/", 1)[-1]
+        async with self._changed:
+            if not payload:
+                self._replicas.pop(replica_id, None)
+            elif isinstance(payload, bytes | str):
+                try:
+                    self._replicas[replica_id] = ReplicaState.from_json(payload)
+                except ProtocolError as error:
+                    log.warning("replica %s sent something else than its state: %s", topic, error)
+            self._changed.notify_all()

@@ -1,0 +1,279 @@
+"""Configuration of the trainer service: one frozen model, nested by component.
+
+Importable without torch, redis or numpy; `octopus trainer --dry-run` prints the resolved form.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from harness_sdk.errors import ConfigError
+
+GROUP_OBJECTIVES = ("dag_grpo", "path_average", "token_unique")
+"""Objectives that compare the episodes of a group."""
+
+OBJECTIVE_NAMES = (*GROUP_OBJECTIVES, "sft")
+
+
+class Options(BaseModel):
+    """Base of every section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelOptions(Options):
+    """The base model that the adapter belongs to."""
+
+    path: Path = Path("model")
+    """Folder of the Hugging Face checkpoint."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the base weights; the adapter is float32 at least."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    mount_layers: tuple[int, ...] | None = None
+    """Layers whose attention reads mounted spans; unset takes the family's rule."""
+
+
+class LoraSettings(Options):
+    """Shape of the adapter."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of every pair."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale is alpha / rank."""
+    targets: tuple[str, ...] | None = None
+    """Names of the linear layers; unset takes the family's list."""
+    adapter: Path | None = None
+    """PEFT folder that a fresh run starts from, served as version 1; unset starts from zero."""
+
+
+class BatchOptions(Options):
+    """What one optimiser step consumes."""
+
+    groups_per_step: int = Field(default=4, ge=1)
+    """Groups of one step."""
+    group_size: int = Field(default=8, ge=2)
+    """Episodes of a complete group."""
+    min_group: int = Field(default=2, ge=2)
+    """Finished episodes that a group needs at its deadline; 2 at least, for the baseline."""
+    group_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds from a group's first episode until it goes on with what it has."""
+    max_policy_lag: int | None = Field(default=None, ge=0)
+    """Versions that a sampled token may be behind; unset is 1, and nothing for sft."""
+    staleness: Literal["drop", "correct"] = "drop"
+    """Beyond the lag: drop the episode, or keep it with truncated importance weights."""
+    episodes_per_step: int = Field(default=8, ge=1)
+    """Episodes of one sft step."""
+    min_reward: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Sft leaves episodes below this reward out; unset takes every finished one."""
+    records: Path | None = None
+    """File of records that sft trains on in place of the stream."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the file of records."""
+    max_strip_tokens: int = Field(default=16_384, ge=1)
+    """Packed tokens of one forward and backward; a longer episode is a strip of its own."""
+
+
+class LossOptions(Options):
+    """The objective's numbers."""
+
+    clip_low: float = Field(default=0.2, gt=0)
+    """Ratios below 1 - clip_low earn no further gain."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """Ratios above 1 + clip_high earn no further gain."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Truncated importance sampling: weights are cut at this; unset uses none."""
+
+
+class OptimOptions(Options):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of the adapter's weights."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this L2 norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of the linear ramp."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Step at which linear and cosine reach their floor; unset is max_steps."""
+    min_lr_factor: float = Field(default=0.0, ge=0, le=1)
+    """Floor, as a multiple of lr."""
+    max_skipped: int = Field(default=10, ge=1)
+    """Non-finite steps in a row that stop the run."""
+
+
+class CheckpointOptions(Options):
+    """What is kept to resume from."""
+
+    keep: int = Field(default=3, ge=1)
+    """Newest checkpoints kept."""
+
+
+class RedisOptions(Options):
+    """The stream of episodes."""
+
+    url: str = Field(
+        default="redis://127.0.0.1:6379", json_schema_extra={"env": "OCTOPUS_REDIS_URL"}
+    )
+    """Address of Redis or Valkey."""
+    consumer: str = "trainer-0"
+    """Name in the consumer group; a restarted trainer keeps it."""
+    claim_idle_s: float = Field(default=60.0, gt=0)
+    """Entries that another consumer left so long are taken over."""
+
+
+class MqttOptions(Options):
+    """The control bus."""
+
+    url: str = Field(default="mqtt://127.0.0.1:1883", json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
+    """Address of the broker."""
+
+
+class PublishOptions(Options):
+    """How a new version reaches the replicas."""
+
+    enabled: bool = True
+    """Off trains without a control bus, as sft from a file does."""
+    via: Literal["redis", "folder"] = "redis"
+    """Adapter in chunks through Redis, or in the run folder that every replica can read."""
+    ack_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a live replica has to serve a version and say so."""
+    min_replicas: int = Field(default=0, ge=0)
+    """Acknowledgements without which the run stops; 0 goes on alone."""
+    probe_tokens: int = Field(default=16, ge=2)
+    """Length of the probe, taken from the newest episode's prompt."""
+    probe_tolerance: float | None = Field(default=None, gt=0)
+    """Largest |delta logp| of the probe; unset is 1e-3 in float32 and 0.1 in bfloat16."""
+    keep_versions: int = Field(default=4, ge=2)
+    """Newest adapters kept for replicas that start late."""
+
+
+class TrainerConfig(Options):
+    """Everything `octopus trainer` can be told."""
+
+    run: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run: keys, topics and episodes carry it."""
+    run_folder: Path = Path("runs")
+    """Folder in which the run's own folder, named after the run, is made."""
+    objective: str = "dag_grpo"
+    """dag_grpo, path_average, token_unique or sft."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps since the run began, restarts included; unset runs until SIGINT."""
+    seed: int = 0
+    """Of adapter initialisation and the order of records."""
+    model: ModelOptions = ModelOptions()
+    lora: LoraSettings = LoraSettings()
+    batch: BatchOptions = BatchOptions()
+    loss: LossOptions = LossOptions()
+    optim: OptimOptions = OptimOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    redis: RedisOptions = RedisOptions()
+    mqtt: MqttOptions = MqttOptions()
+    publish: PublishOptions = PublishOptions()
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.run_folder / self.run
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the objective compares episodes of a group."""
+        return self.objective in GROUP_OBJECTIVES
+
+    @property
+    def max_policy_lag(self) -> int:
+        """Versions that a sampled token may be behind."""
+        return 1 if self.batch.max_policy_lag is None else self.batch.max_policy_lag
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Nats."""
+        if self.publish.probe_tolerance is not None:
+            return self.publish.probe_tolerance
+        return 0.1 if self.model.dtype == "bfloat16" else 1e-3
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerConfig:
+        if self.objective not in OBJECTIVE_NAMES:
+            raise ConfigError(
+                "unknown objective", value=self.objective, limit=", ".join(OBJECTIVE_NAMES)
+            )
+        if self.needs_groups:
+            self._check_groups()
+        else:
+            self._check_sft()
+        self._check_optim()
+        return self
+
+    def _check_groups(self) -> None:
+        batch = self.batch
+        for name in ("episodes_per_step", "min_reward", "records", "epochs"):
+            if name in batch.model_fields_set and getattr(batch, name) is not None:
+                raise _pair(f"batch.{name}", f"objective {self.objective}", "use objective sft")
+        if batch.min_group > batch.group_size:
+            raise ConfigError(
+                "batch.min_group is above batch.group_size",
+                value=batch.min_group,
+                limit=f"2..{batch.group_size}",
+            )
+        if batch.staleness == "correct" and self.loss.importance_cap is None:
+            raise _pair(
+                "batch.staleness correct", "no loss.importance_cap", "set it, as 2.0, or drop"
+            )
+
+    def _check_sft(self) -> None:
+        batch = self.batch
+        group_only = (
+            "max_policy_lag", "staleness", "groups_per_step", "group_size", "min_group",
+            "group_deadline_s",
+        )  # fmt: skip
+        for name in group_only:
+            if name in batch.model_fields_set and getattr(batch, name) is not None:
+                raise _pair(f"batch.{name}", "objective sft", "remove it")
+        if self.loss.model_fields_set & {"clip_low", "clip_high", "importance_cap"}:
+            raise _pair("loss.*", "objective sft", "remove it")
+        if batch.records is None and "epochs" in batch.model_fields_set:
+            raise _pair("batch.epochs", "the stream", "give batch.records")
+
+    def _check_optim(self) -> None:
+        optim = self.optim
+        if optim.schedule == "constant":
+            if optim.decay_steps is not None:
+                raise _pair("optim.decay_steps", "optim.schedule constant", "remove one of them")
+            return
+        end = optim.decay_steps or self.max_steps
+        if end is None:
+            raise _pair(
+                f"optim.schedule {optim.schedule}", "no end", "set optim.decay_steps or max_steps"
+            )
+        if end <= optim.warmup_steps:
+            raise ConfigError(
+                "optim.warmup_steps leaves no step for the schedule",
+                value=optim.warmup_steps,
+                limit=f"below {end}",
+            )
+
+    @property
+    def optim_options(self) -> OptimOptions:
+        """`optim` with its end filled in."""
+        if self.optim.schedule == "constant" or self.optim.decay_steps is not None:
+            return self.optim
+        return self.optim.model_copy(update={"decay_steps": self.max_steps})
+
+
+def _pair(one: str, other: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{one} does not go with {other}", remedy=remedy)

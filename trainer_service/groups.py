@@ -1,0 +1,205 @@
+"""Episodes into groups and groups into steps: who enters, who waits, who is dropped and why.
+
+Nothing here touches Redis or a clock: callers pass deliveries and the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from harness_sdk.record import EpisodeRecord
+from harness_sdk.types import StopReason
+
+log = logging.getLogger(__name__)
+
+CLOSED_GROUPS = 4096
+"""Ids of finished groups remembered, so that a late episode does not open one anew."""
+
+_POLICY_FAILURES = (StopReason.NO_DONE, StopReason.BUDGET, StopReason.MAX_TURNS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """An episode that can enter a step."""
+
+    entry_id: str
+    record: EpisodeRecord
+    reward: float
+    """Outcome y in [0, 1]; 0 for the policy's own failures."""
+
+    @property
+    def min_policy_version(self) -> int | None:
+        """Oldest version that sampled one of its tokens; None where nothing was sampled."""
+        versions = [node.policy_version for node in self.record.nodes if any(node.sampled)]
+        return min(versions, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Finished episodes of one task, in the order of their entry ids."""
+
+    group_id: str
+    episodes: tuple[Scored, ...]
+
+
+@dataclass(slots=True)
+class _Open:
+    first_s: float
+    finished: list[Scored] = field(default_factory=list)
+    failed: int = 0
+    """Infrastructure failures: they fill the group and carry nothing."""
+
+
+class GroupAssembler:
+    """Collects groups until a step can be made of them.
+
+    Args:
+        group_size: Episodes of a complete group, G.
+        min_group: Finished episodes that a group needs at its deadline.
+        deadline_s: Seconds from a group's first episode to its deadline.
+        max_policy_lag: Versions that an episode's oldest token may be behind; None lets all pass.
+        closed: Ids of groups that were finished before, from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        min_group: int,
+        deadline_s: float,
+        max_policy_lag: int | None,
+        closed: tuple[str, ...] = (),
+    ) -> None:
+        self._group_size = group_size
+        self._min_group = min_group
+        self._deadline_s = deadline_s
+        self._max_policy_lag = max_policy_lag
+        self._open: dict[str, _Open] = {}
+        self._ready: deque[Group] = deque()
+        self._closed = dict.fromkeys(closed)
+        self._finished_entries: list[str] = []
+        self.dropped_episodes: Counter[str] = Counter()
+        self.dropped_groups: Counter[str] = Counter()
+
+    @property
+    def num_ready(self) -> int:
+        """Complete groups that wait for a step."""
+        return len(self._ready)
+
+    @property
+    def num_open(self) -> int:
+        """Groups that wait for episodes."""
+        return len(self._open)
+
+    @property
+    def closed(self) -> tuple[str, ...]:
+        """Ids of finished groups, for the checkpoint, oldest first."""
+        return tuple(self._closed)
+
+    def add(self, entry_id: str, record: EpisodeRecord, now_s: float) -> None:
+        """Take one episode; it joins its group or is dropped with a cause."""
+        if not record.group_id:
+            self._drop_episode(entry_id, "ungrouped")
+            return
+        if record.group_id in self._closed:
+            self._drop_episode(entry_id, "late")
+            return
+        group = self._open.setdefault(record.group_id, _Open(first_s=now_s))
+        cause = failure(record)
+        if cause:
+            group.failed += 1
+            self._drop_episode(entry_id, cause)
+        else:
+            group.finished.append(Scored(entry_id=entry_id, record=record, reward=outcome(record)))
+        if len(group.finished) + group.failed >= self._group_size:
+            self._close(record.group_id)
+
+    def expire(self, now_s: float) -> None:
+        """Close the groups whose deadline has passed."""
+        late = [
+            group_id
+            for group_id, group in self._open.items()
+            if now_s - group.first_s >= self._deadline_s
+        ]
+        for group_id in late:
+            self._close(group_id)
+
+    def take(self, num_groups: int, version: int) -> list[Group] | None:
+        """The next `num_groups` groups for a step that starts from policy `version`.
+
+        Returns:
+            None while fewer are ready; groups that have become too old are dropped on the way.
+        """
+        fresh = deque(
+            group for group in (self._fresh(group, version) for group in self._ready) if group
+        )
+        self._ready = fresh
+        if len(fresh) < num_groups:
+            return None
+        return [fresh.popleft() for _ in range(num_groups)]
+
+    def pop_finished_entries(self) -> list[str]:
+        """Entry ids of dropped episodes since the last call; the next checkpoint consumes them."""
+        entries, self._finished_entries = self._finished_entries, []
+        return entries
+
+    def drop_taken(self, groups: list[Group], cause: str) -> None:
+        """Count groups that `take` returned and the step could not use."""
+        self.dropped_groups[cause] += len(groups)
+        self.dropped_episodes[cause] += sum(len(group.episodes) for group in groups)
+
+    def _close(self, group_id: str) -> None:
+        group = self._open.pop(group_id)
+        self._closed[group_id] = None
+        while len(self._closed) > CLOSED_GROUPS:
+            del self._closed[next(iter(self._closed))]
+        whole = self._enough(group_id, group.finished, cause="too_few_finished")
+        if whole is not None:
+            self._ready.append(whole)
+
+    def _enough(self, group_id: str, episodes: list[Scored], *, cause: str) -> Group | None:
+        """A group of `episodes`, or None and a count where they are too few."""
+        if len(episodes) >= self._min_group:
+            return Group(group_id=group_id, episodes=tuple(episodes))
+        self.dropped_groups[cause] += 1
+        for episode in episodes:
+            self._drop_episode(episode.entry_id, cause)
+        log.info("group %s dropped: %s", group_id, cause, extra={"group_id": group_id})
+        return None
+
+    def _fresh(self, group: Group, version: int) -> Group | None:
+        if self._max_policy_lag is None:
+            return group
+        oldest = version - self._max_policy_lag
+        kept, stale = [], []
+        for episode in group.episodes:
+            sampled_by = episode.min_policy_version
+            (stale if sampled_by is not None and sampled_by < oldest else kept).append(episode)
+        if not stale:
+            return group
+        for episode in stale:
+            self._drop_episode(episode.entry_id, "stale")
+        return self._enough(group.group_id, kept, cause="stale")
+
+    def _drop_episode(self, entry_id: str, cause: str) -> None:
+        self.dropped_episodes[cause] += 1
+        self._finished_entries.append(entry_id)
+
+
+def failure(record: EpisodeRecord) -> str:
+    """Why the episode carries neither loss nor baseline; empty where it carries both."""
+    reason = StopReason(record.stop_reason)
+    if reason.is_infrastructure:
+        return reason.value
+    if record.reward is None and reason not in _POLICY_FAILURES:
+        return "unscored"
+    return ""
+
+
+def outcome(record: EpisodeRecord) -> float:
+    """Outcome y: 0 where the policy never finished, whatever score came with it."""
+    if StopReason(record.stop_reason) in _POLICY_FAILURES or record.reward is None:
+        return 0.0
+    return record.reward

@@ -1,0 +1,115 @@
+"""One optimiser step: AdamW, a schedule with warm-up, clipping; non-finite steps are skipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness_sdk.errors import ConfigError
+from trainer_service.config import OptimOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one call of `Optimizer.step` did."""
+
+    grad_norm: float
+    """L2 over all parameters, before clipping."""
+    lr: float
+    skipped: bool
+    """A loss or gradient was not finite: parameters, moments and schedule stand as before."""
+
+
+class Optimizer:
+    """AdamW over the adapter's parameters.
+
+    Args:
+        parameters: The trainable ones, in an order that stays the same across restarts.
+        options: Learning rate, schedule, clipping.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], options: OptimOptions) -> None:
+        self.parameters = list(parameters)
+        if not self.parameters:
+            raise ConfigError(
+                "the adapter has no trainable parameters", remedy="check lora.targets"
+            )
+        self._options = options
+        self._adamw = torch.optim.AdamW(
+            self.parameters,
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        self.num_steps = 0
+        self.num_skipped = 0
+        """Since the start of the run."""
+        self.skipped_in_a_row = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self._options.lr * lr_factor(self.num_steps, self._options)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self, *, loss: float) -> StepOutcome:
+        """Apply the accumulated gradients, unless they or `loss` are not finite."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm_tensor = torch.nn.utils.get_total_norm(grads)
+        norm, lr = float(norm_tensor), self.lr
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self.num_skipped += 1
+            self.skipped_in_a_row += 1
+            self.zero_grad()
+            return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
+        torch.nn.utils.clip_grads_with_norm_(
+            self.parameters, self._options.max_grad_norm, norm_tensor
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self.zero_grad()
+        self.num_steps += 1
+        self.skipped_in_a_row = 0
+        return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and counters, for the checkpoint."""
+        return {
+            "adamw": self._adamw.state_dict(),
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state` left off."""
+        self._adamw.load_state_dict(state["adamw"])
+        self.num_steps = state["num_steps"]
+        self.num_skipped = state["num_skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+
+def lr_factor(step: int, options: OptimOptions) -> float:
+    """Multiple of the learning rate at `step`, from 0: a ramp, then the schedule.
+
+    Example:
+        Warm-up over 4 steps gives 0.25, 0.5, 0.75, 1.0 and then the schedule's values.
+    """
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    if options.schedule == "constant":
+        return 1.0
+    assert options.decay_steps is not None
+    span = max(options.decay_steps - options.warmup_steps, 1)
+    done = min((step - options.warmup_steps) / span, 1.0)
+    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return options.min_lr_factor + (1.0 - options.min_lr_factor) * shape
