@@ -290,8 +290,13 @@ def _toml_value(value: Any) -> str:
 
 def _reference(model_class: type[BaseModel]) -> Iterator[str]:
     for key, field in _leaves(model_class):
-        env = _env_name(field)
-        default = "required" if field.is_required() else f"default {field.get_default()!r}"
-        suffix = f", environment {env}" if env else ""
+        notes = []
+        if field.is_required():
+            notes.append("required")
+        elif field.default_factory is None:
+            notes.append(f"default {field.get_default()}")
+        if _env_name(field):
+            notes.append(f"environment {_env_name(field)}")
         text = " ".join((field.description or "").split())
-        yield f"  --{key.replace('_', '-')}  {text} ({default}{suffix})"
+        suffix = f" ({', '.join(notes)})" if notes else ""
+        yield f"  --{key.replace('_', '-')}  {text}{suffix}"

@@ -14,6 +14,9 @@ LIGHT = (
     "harness_sdk.errors",
     "harness_sdk.record",
     "harness_sdk.control",
+    "harness_sdk.cli.__main__",
+    "harness_sdk.cli.settings",
+    "rollout_service.config",
     "rollout_service.cursors",
 )
 

@@ -1,0 +1,189 @@
+"""Configuration of the rollout service: one frozen model, nested by component.
+
+Importable without torch, transformers or redis; `octopus rollout --dry-run` prints the resolved
+form.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from harness_sdk.errors import ConfigError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Options(BaseModel):
+    """Base of every section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelOptions(Options):
+    """The base model, which is policy version 0."""
+
+    path: Path | None = None
+    """Folder of the Hugging Face checkpoint with its tokenizer."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the weights and the cache."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """cpu, cuda or cuda:N."""
+    mount_layers: tuple[int, ...] | None = None
+    """Layers whose attention reads mounted spans; unset takes the family's rule."""
+
+
+class EngineOptions(Options):
+    """What computes."""
+
+    name: Literal["transformers", "vllm"] = "transformers"
+    """transformers or vllm."""
+    max_tokens: int = Field(default=262_144, ge=16)
+    """Tokens that may be resident at a time, over all episodes."""
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Sequences decoded in one batch."""
+
+
+class ServerOptions(Options):
+    """The gRPC server."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; anything but loopback needs a token or client certificates."""
+    port: int = Field(default=50051, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    advertise: str | None = None
+    """host:port that clients reach this replica at; unset is the bound one."""
+    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=64 * 1024, le=2**31 - 1)
+    """Largest message in either direction; clients learn it when they connect."""
+    token: SecretStr | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_TOKEN"})
+    """Bearer token that every call must carry."""
+    tls_cert: Path | None = None
+    """PEM of the certificate chain; set with tls_key."""
+    tls_key: Path | None = None
+    """PEM of the private key."""
+    tls_client_ca: Path | None = None
+    """PEM of the authority of clients' certificates; set, it makes TLS mutual."""
+    grace_s: float = Field(default=10.0, ge=0)
+    """Seconds that running calls have at a stop."""
+
+
+class LimitOptions(Options):
+    """Defaults and guardrails of an episode (design.md section 4)."""
+
+    thread_budget: int = Field(default=32_768, ge=1)
+    """Tokens that a thread may append; inherited prefix and mounts are free."""
+    answer_reserve: int = Field(default=2_048, ge=0)
+    """Tokens of the budget that only `done` may use."""
+    max_threads: int = Field(default=10, ge=0)
+    """Children of an episode."""
+    max_depth: int | None = Field(default=None, ge=1)
+    """Forks below the root; unset is no limit."""
+    max_turns: int = Field(default=50, ge=1)
+    """Model turns of a thread."""
+    admission_kv_use: float = Field(default=0.75, gt=0, le=1)
+    """New episodes wait while more of the pool than this is taken."""
+
+
+class RedisOptions(Options):
+    """The stream of episodes."""
+
+    url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
+    """Address of Redis or Valkey; unset keeps no episodes."""
+    max_buffered_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
+    """Records held while Redis is away; past it closing an episode waits."""
+    trim_every: int = Field(default=64, ge=1)
+    """Episodes between two trims of the stream."""
+
+
+class MqttOptions(Options):
+    """The control bus."""
+
+    url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
+    """Address of the broker; unset serves version 0 alone."""
+
+
+class AdapterOptions(Options):
+    """Hot LoRA versions."""
+
+    max_versions: int = Field(default=4, ge=2, le=64)
+    """Adapters live at a time; at least max_policy_lag + 1 of the trainer."""
+    max_bytes: int = Field(default=4 << 30, ge=1)
+    """Largest file of tensors."""
+    slot_wait_s: float = Field(default=300.0, ge=0)
+    """How long a new version waits for episodes that hold an old one."""
+
+
+class RolloutConfig(Options):
+    """Everything `octopus rollout` can be told."""
+
+    run: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run: keys, topics and episodes carry it."""
+    replica_id: str = Field(
+        default_factory=lambda: socket.gethostname() or "replica", pattern=r"^[A-Za-z0-9_.-]+$"
+    )
+    """Name of this replica, alone in its run; unset is the host's name."""
+    run_folder: Path = Path("runs")
+    """Folder of the runs; this replica's own is RUN/REPLICA in it."""
+    model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
+    server: ServerOptions = ServerOptions()
+    limits: LimitOptions = LimitOptions()
+    redis: RedisOptions = RedisOptions()
+    mqtt: MqttOptions = MqttOptions()
+    adapters: AdapterOptions = AdapterOptions()
+
+    @property
+    def folder(self) -> Path:
+        """What this replica keeps: cached adapters, episodes that Redis did not take."""
+        return self.run_folder / self.run / self.replica_id
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> RolloutConfig:
+        self._check_engine()
+        self._check_server()
+        if self.limits.answer_reserve >= self.limits.thread_budget:
+            raise ConfigError(
+                "limits.answer_reserve leaves nothing of limits.thread_budget",
+                value=self.limits.answer_reserve,
+                limit=f"below {self.limits.thread_budget}",
+                remedy="lower the reserve or raise the budget",
+            )
+        return self
+
+    def _check_engine(self) -> None:
+        if self.engine.name == "vllm":
+            raise ConfigError(
+                "engine.name vllm is not built yet",
+                value="vllm",
+                limit="transformers",
+                remedy="use --engine.name transformers",
+            )
+        if self.model.path is None:
+            raise ConfigError(
+                "model.path is not set", remedy="give a checkpoint's folder with --model.path"
+            )
+
+    def _check_server(self) -> None:
+        server = self.server
+        if (server.tls_cert is None) != (server.tls_key is None):
+            raise ConfigError(
+                "server.tls_cert and server.tls_key go together",
+                value=f"tls_cert={server.tls_cert}, tls_key={server.tls_key}",
+                remedy="set both or neither",
+            )
+        if server.tls_client_ca is not None and server.tls_cert is None:
+            raise ConfigError(
+                "server.tls_client_ca needs server.tls_cert",
+                value=server.tls_client_ca,
+                remedy="set server.tls_cert and server.tls_key too",
+            )
+        if server.host not in _LOOPBACK and server.token is None and server.tls_client_ca is None:
+            raise ConfigError(
+                "server.host is open to others without server.token",
+                value=server.host,
+                limit="127.0.0.1 without authentication",
+                remedy="set OCTOPUS_TOKEN, or server.tls_client_ca for mutual TLS",
+            )
