@@ -1,1 +1,54 @@
 """Octopus SDK: agents that fork, rewind and read each other."""
+
+from harness_sdk.client import OctopusClient
+from harness_sdk.episode import Episode, QueuedEvent
+from harness_sdk.errors import HarnessError
+from harness_sdk.options import RetryPolicy, Timeouts, TlsOptions
+from harness_sdk.thread import Thread
+from harness_sdk.tools import Tool
+from harness_sdk.types import (
+    PRIMITIVES,
+    BranchResult,
+    Budget,
+    EpisodeResult,
+    Limits,
+    Message,
+    ReadResult,
+    RewindResult,
+    SamplingOptions,
+    ServerInfo,
+    ServerStatus,
+    StopReason,
+    ThreadStatus,
+    TokenDelta,
+    ToolCall,
+    Turn,
+)
+
+__all__ = [
+    "PRIMITIVES",
+    "BranchResult",
+    "Budget",
+    "Episode",
+    "EpisodeResult",
+    "HarnessError",
+    "Limits",
+    "Message",
+    "OctopusClient",
+    "QueuedEvent",
+    "ReadResult",
+    "RetryPolicy",
+    "RewindResult",
+    "SamplingOptions",
+    "ServerInfo",
+    "ServerStatus",
+    "StopReason",
+    "Thread",
+    "ThreadStatus",
+    "Timeouts",
+    "TlsOptions",
+    "TokenDelta",
+    "Tool",
+    "ToolCall",
+    "Turn",
+]

@@ -201,27 +201,8 @@ _LIMIT_NAMES = ("thread_budget", "answer_reserve", "max_threads", "max_depth", "
 
 
 def limits_to_proto(limits: types.Limits) -> pb.Limits:
-    """Limits for the wire, where 0 stands for the server's default.
-
-    Raises:
-        InvalidRequest: A negative limit, or a 0 that the wire cannot tell from the default.
-    """
-    values: dict[str, int] = {}
-    for name in _LIMIT_NAMES:
-        value: int | None = getattr(limits, name)
-        if value is None or (value == 0 and name == "max_depth"):
-            continue
-        if value < 1:
-            raise InvalidRequest(
-                f"limit {name} is too small",
-                value=value,
-                limit="1 or more",
-                remedy="leave `fork` out of the episode's primitives"
-                if name == "max_threads"
-                else "leave it out for the server's default",
-            )
-        values[name] = value
-    return pb.Limits(**values)
+    """Limits for the wire; None becomes 0, the receiver's default."""
+    return pb.Limits(**{name: getattr(limits, name) or 0 for name in _LIMIT_NAMES})
 
 
 def limits_from_proto(proto: pb.Limits) -> types.Limits:

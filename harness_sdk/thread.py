@@ -1,0 +1,430 @@
+"""A thread of an episode: its head, its turns and the five primitives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, TypeVar
+
+from harness_sdk import _channel, _wire
+from harness_sdk._session import Session
+from harness_sdk.errors import Cancelled, InvalidRequest, ProtocolError, ThreadEnded
+from harness_sdk.rpc.v1 import rollout_pb2 as pb
+from harness_sdk.tools import Tool, tool_schema
+from harness_sdk.types import (
+    BranchResult,
+    Budget,
+    Message,
+    ReadResult,
+    RewindResult,
+    SamplingOptions,
+    ThreadStatus,
+    TokenDelta,
+    ToolSchema,
+    Turn,
+)
+
+T = TypeVar("T")
+
+Messages = str | Message | Sequence[str | Message]
+"""What a turn appends: text stands for a user message."""
+
+Tools = Sequence[Tool | ToolSchema | Callable[..., Any]]
+
+
+class Thread:
+    """A branch with a head and a budget of its own.
+
+    Its calls run one after another: a second one while the first still runs is refused. All of
+    them raise `harness_sdk.errors` classes; `ClientClosed` once the episode is closed and
+    `ThreadEnded` once the thread has ended.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        threads: dict[str, Thread],
+        thread_id: str,
+        head: int,
+        *,
+        parent: Thread | None = None,
+        name: str = "",
+        prompt: str = "",
+    ) -> None:
+        self.thread_id = thread_id
+        self.parent = parent
+        self.name = name or thread_id
+        """What the parent called it."""
+        self.prompt = prompt
+        """The sub-task that it was forked with; empty at the root."""
+        self.children: dict[str, Thread] = {}
+        """By the name given to `fork`; a later child of the same name replaces the earlier."""
+        self.step = 0
+        """Model turns on the surviving path."""
+        self.num_turns = 0
+        """Model turns taken, rewound ones included."""
+        self.budget: Budget | None = None
+        """After the last call; None before the first."""
+        self.status = ThreadStatus.RUNNING
+        self.answer = ""
+        self.evidence = ""
+        self._session = session
+        self._threads = threads
+        self._head = head
+        self._running = ""
+        threads[thread_id] = self
+
+    @property
+    def episode_id(self) -> str:
+        """Id of the episode."""
+        return self._session.episode_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended, as far as its client knows."""
+        return self.status.is_final
+
+    async def generate(
+        self,
+        messages: Messages = (),
+        *,
+        tools: Tools | None = None,
+        sampling: SamplingOptions | None = None,
+        demonstration: str | None = None,
+    ) -> Turn:
+        """Append `messages` and take one model turn.
+
+        Args:
+            messages: What the model has not seen yet; nothing where a primitive's note is news
+                enough. Earlier messages are never sent again.
+            tools: The agent's own tools; only with the root's first turn. The primitives are
+                added by the service.
+            sampling: How to sample; None takes the episode's.
+            demonstration: A reply to append and score in place of sampling (imitation data).
+
+        Raises:
+            BudgetExhausted: The messages do not fit, or no turn is left.
+            EngineError: The engine failed.
+        """
+        stream = self.stream(messages, tools=tools, sampling=sampling, demonstration=demonstration)
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                if isinstance(event, Turn):
+                    return event
+        raise AssertionError("a stream ends with its turn")
+
+    async def stream(
+        self,
+        messages: Messages = (),
+        *,
+        tools: Tools | None = None,
+        sampling: SamplingOptions | None = None,
+        demonstration: str | None = None,
+    ) -> AsyncGenerator[TokenDelta | Turn, None]:
+        """`generate` as it happens: deltas, then the `Turn`.
+
+        Leaving the loop early cancels the turn; use `contextlib.aclosing` to cancel it at once.
+        """
+        request = pb.GenerateRequest(
+            messages=[_wire.message_to_proto(message) for message in as_messages(messages)],
+            tools_json=_tools_json(tools),
+            sampling=_wire.sampling_to_proto(sampling or self._session.sampling),
+            demonstration=demonstration,
+        )
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        turn: Turn | None = None
+        with self._call("generate", request.call):
+            timeout_s = self._session.timeouts.generate_s
+            stream = self._session.stream(_channel.GENERATE, request, timeout_s)
+            async with contextlib.aclosing(stream) as events:
+                async for event in events:
+                    if event.HasField("turn"):
+                        turn = _wire.turn_from_proto(event.turn, token_ids, logprobs)
+                        self._took(turn, event.turn.head)
+                        break
+                    delta = _delta(event.delta)
+                    token_ids += delta.token_ids
+                    logprobs += delta.sampled_logprobs
+                    yield delta
+        if turn is None:
+            raise ProtocolError("generate ended without a turn", episode_id=self.episode_id)
+        yield turn
+
+    async def fork(
+        self,
+        branches: Mapping[str, str],
+        *,
+        run: Callable[[Thread], Coroutine[Any, Any, Any]] | None = None,
+        tool_call_id: str = "",
+    ) -> dict[str, Thread]:
+        """Branch after the last turn: one child a name, each with its sub-task.
+
+        Args:
+            branches: Name -> prompt.
+            run: Called with each child; its coroutine becomes a task of the episode, as with
+                `child.spawn`.
+            tool_call_id: The model's call that this answers.
+
+        Raises:
+            BudgetExhausted: Too many threads, too deep, or a budget does not allow it.
+        """
+        request = pb.ForkRequest(
+            branches=[
+                pb.Branch(thread_id=name, prompt=prompt) for name, prompt in branches.items()
+            ],
+            tool_call_id=tool_call_id,
+        )
+        with self._call("fork", request.call):
+            reply = await self._session.unary(_channel.FORK, request, self._session.timeouts.call_s)
+            self._moved(reply.head, reply.budget)
+        children = {
+            name: Thread(
+                self._session,
+                self._threads,
+                forked.thread_id,
+                forked.head,
+                parent=self,
+                name=name,
+                prompt=prompt,
+            )
+            for (name, prompt), forked in zip(branches.items(), reply.threads, strict=True)
+        }
+        self.children.update(children)
+        if run is not None:
+            for child in children.values():
+                child.spawn(run(child))
+        return children
+
+    async def rewind(self, step: int, *, note: str = "") -> RewindResult:
+        """Return to the state after `step`; 0 is the state before the first turn.
+
+        The tokens of later steps go back to the budget, turns do not. Children forked after
+        `step` are cancelled, their tasks too. `note` is what the model is told about it.
+
+        Raises:
+            StepNotFound: No such step on the surviving path.
+        """
+        request = pb.RewindRequest(step=_step("step", step), note=note)
+        with self._call("rewind", request.call):
+            reply = await self._session.unary(
+                _channel.REWIND, request, self._session.timeouts.call_s
+            )
+            self._moved(reply.head, reply.budget)
+            self.step = reply.step
+        await self._cancelled(reply.cancelled_threads)
+        return _wire.rewind_result_from_proto(reply)
+
+    async def read_thread(
+        self, branch: str | Thread, steps: tuple[int, int], *, tool_call_id: str = ""
+    ) -> ReadResult:
+        """Make steps `a..b` of another thread visible to this one, without copying them.
+
+        Args:
+            branch: A thread, its id, or the name of one of this thread's children.
+            steps: First and last step; clamped to the source's finished ones.
+            tool_call_id: The model's call that this answers.
+
+        Raises:
+            ThreadNotFound: No such thread.
+            InvalidRequest: The range is empty, or the thread reads itself.
+        """
+        source = self._resolve(branch)
+        first, last = steps
+        request = pb.ReadThreadRequest(
+            branch=source,
+            first_step=_step("first step", first),
+            last_step=_step("last step", last),
+            tool_call_id=tool_call_id,
+        )
+        with self._call("read_thread", request.call):
+            reply = await self._session.unary(
+                _channel.READ_THREAD, request, self._session.timeouts.call_s
+            )
+            self._moved(reply.head, reply.budget)
+        return _wire.read_result_from_proto(reply, source)
+
+    async def wait(
+        self,
+        branches: Sequence[str | Thread] | None = None,
+        *,
+        timeout_s: float | None = None,
+        on_ended: Callable[[BranchResult], None] | None = None,
+        tool_call_id: str = "",
+    ) -> list[BranchResult]:
+        """Suspend until the branches have ended, and tell the model how.
+
+        Args:
+            branches: Descendants: threads, their ids, or children's names; None: every child.
+            timeout_s: Give up after this many seconds on those that still run; None: never.
+            on_ended: Called with each result as it arrives, before the whole is complete.
+            tool_call_id: The model's call that this answers.
+        """
+        request = pb.WaitRequest(
+            branches=[self._resolve(branch) for branch in branches or ()],
+            timeout_s=timeout_s or 0.0,
+            tool_call_id=tool_call_id,
+        )
+        call_s = self._session.timeouts.call_s
+        deadline_s = None if timeout_s is None or call_s is None else timeout_s + call_s
+        reply: pb.WaitReply | None = None
+        with self._call("wait", request.call):
+            stream = self._session.stream(_channel.WAIT, request, deadline_s)
+            async with contextlib.aclosing(stream) as events:
+                async for event in events:
+                    if event.HasField("reply"):
+                        reply = event.reply
+                        self._moved(reply.head, reply.budget)
+                        break
+                    if on_ended is not None:
+                        on_ended(_wire.branch_result_from_proto(event.ended))
+        if reply is None:
+            raise ProtocolError("wait ended without a reply", episode_id=self.episode_id)
+        results = [_wire.branch_result_from_proto(result) for result in reply.results]
+        for result in results:
+            self._mark_ended(result.thread_id, result.status, result.answer, result.evidence)
+        return results
+
+    async def done(self, answer: str, evidence: str = "") -> None:
+        """End the thread with its answer; the root's is the episode's."""
+        request = pb.DoneRequest(answer=answer, evidence=evidence)
+        with self._call("done", request.call):
+            reply = await self._session.unary(_channel.DONE, request, self._session.timeouts.call_s)
+            self._head = reply.head
+            self._mark_ended(self.thread_id, ThreadStatus(reply.status), answer, evidence)
+
+    async def cancel(self, reason: str = "") -> tuple[str, ...]:
+        """End this thread and its descendants, their tasks too, whatever they are doing.
+
+        Returns:
+            Ids of the threads that this ended.
+        """
+        if self.ended:
+            return ()
+        request = pb.CancelRequest(call=self._context(), reason=reason)
+        reply = await self._session.unary(_channel.CANCEL, request, self._session.timeouts.call_s)
+        await self._cancelled(reply.cancelled_threads)
+        return tuple(reply.cancelled_threads)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T | None]:
+        """Run this thread's agent as a task of the episode.
+
+        The task is cancelled when the thread is (its parent rewound, say) or when the episode
+        closes; its failure fails the episode. Where it returns and the thread has not ended, the
+        thread is cancelled, so that nobody waits for it forever.
+        """
+        return self._session.spawn(self._own(coroutine), self.thread_id)
+
+    async def _own(self, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        try:
+            result = await coroutine
+        except (Cancelled, ThreadEnded):
+            # The service may end the thread before its task hears of it.
+            if self.ended and self.status is not ThreadStatus.CANCELLED:
+                raise
+            return None
+        if not self.ended and self._session.is_open:
+            await self.cancel("its agent returned without done")
+        return result
+
+    @contextlib.contextmanager
+    def _call(self, action: str, context: pb.CallContext) -> Iterator[None]:
+        self._session.check_open()
+        if self.ended:
+            raise ThreadEnded(
+                f"the thread has ended: no {action}",
+                value=self.status,
+                remedy="work on another thread, or fork before the thread ends",
+                episode_id=self.episode_id,
+                thread_id=self.thread_id,
+            )
+        if self._running:
+            raise InvalidRequest(
+                f"no {action} while another call of the thread runs",
+                value=self._running,
+                remedy="await one call before the next, or fork",
+                episode_id=self.episode_id,
+                thread_id=self.thread_id,
+            )
+        context.CopyFrom(self._context())
+        self._running = action
+        try:
+            yield
+        finally:
+            self._running = ""
+
+    def _context(self) -> pb.CallContext:
+        return pb.CallContext(
+            episode_id=self.episode_id,
+            thread_id=self.thread_id,
+            expected_head=self._head,
+            idempotency_key=uuid.uuid4().hex,
+        )
+
+    def _moved(self, head: int, budget: pb.Budget) -> None:
+        self._head = head
+        self.budget = _wire.budget_from_proto(budget)
+
+    def _took(self, turn: Turn, head: int) -> None:
+        self._head, self.budget, self.step = head, turn.budget, turn.step
+        self.num_turns += 1
+        if turn.thread_ended is not None:
+            self.status = turn.thread_ended
+
+    def _mark_ended(
+        self, thread_id: str, status: ThreadStatus, answer: str = "", evidence: str = ""
+    ) -> None:
+        thread = self._threads.get(thread_id)
+        if thread is not None and status.is_final:
+            thread.status, thread.answer, thread.evidence = status, answer, evidence
+
+    async def _cancelled(self, thread_ids: Sequence[str]) -> None:
+        for thread_id in thread_ids:
+            self._mark_ended(thread_id, ThreadStatus.CANCELLED)
+        await self._session.cancel_tasks(frozenset(thread_ids))
+
+    def _resolve(self, branch: str | Thread) -> str:
+        if isinstance(branch, Thread):
+            return branch.thread_id
+        child = self.children.get(branch)
+        return branch if child is None else child.thread_id
+
+
+def as_messages(messages: Messages) -> list[Message]:
+    """`messages` as a list, text as user messages."""
+    given = [messages] if isinstance(messages, str | Message) else messages
+    return [
+        Message(role="user", content=message) if isinstance(message, str) else message
+        for message in given
+    ]
+
+
+def _tools_json(tools: Tools | None) -> str:
+    if not tools:
+        return ""
+    schemas = [tool if isinstance(tool, Mapping) else tool_schema(tool) for tool in tools]
+    return json.dumps(schemas, ensure_ascii=False)
+
+
+def _delta(proto: pb.TokenDelta) -> TokenDelta:
+    return TokenDelta(
+        token_ids=tuple(proto.token_ids),
+        sampled_logprobs=tuple(proto.logprobs),
+        text=proto.text,
+    )
+
+
+def _step(name: str, value: int) -> int:
+    if value < 0:
+        raise InvalidRequest(f"the {name} is negative", value=value, limit="0 or more")
+    return value
