@@ -1,0 +1,13 @@
+"""Per-architecture hooks: how a Hugging Face model computes a packed tree."""
+
+from trainer_service.models.registry import ModelHooks, default_mount_layers, model_hooks
+from trainer_service.models.tree_forward import TREE_ATTENTION, PackedTree, use_tree
+
+__all__ = [
+    "TREE_ATTENTION",
+    "ModelHooks",
+    "PackedTree",
+    "default_mount_layers",
+    "model_hooks",
+    "use_tree",
+]

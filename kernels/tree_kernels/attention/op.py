@@ -1,0 +1,48 @@
+"""Checks of tree attention's arguments; the computation is `naive.py`'s."""
+
+from __future__ import annotations
+
+import torch
+
+from tree_kernels.attention.naive import naive_tree_attention
+from tree_kernels.layout import TreeLayout
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    mounted: bool,
+) -> torch.Tensor:
+    """Softmax attention of each row over its path and, if `mounted`, its mounts.
+
+    Args:
+        query: Rotated queries, `[T, HQ, D]`.
+        key: Rotated keys at their own positions, `[T, H, D]`; HQ is a multiple of H.
+        value: Values, `[T, H, D]`.
+        layout: The tree; T rows.
+        scale: Factor of the scores.
+        mounted: Whether this layer reads mounted spans.
+
+    Returns:
+        `[T, HQ, D]`, differentiable in all three inputs, mounted keys and values included.
+
+    Raises:
+        ValueError: Shapes that do not fit each other or the layout.
+    """
+    rows = layout.num_tokens
+    if query.ndim != 3 or key.ndim != 3 or query.shape[0] != rows or key.shape[0] != rows:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)}; allowed: [{rows}, heads, D]"
+        )
+    if key.shape != value.shape:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} differ")
+    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"query heads {tuple(query.shape[1:])} are no multiple of key heads "
+            f"{tuple(key.shape[1:])}"
+        )
+    return naive_tree_attention(query, key, value, layout, scale=scale, mounted=mounted)

@@ -1,0 +1,25 @@
+"""Tree convolution in PyTorch: shifted sums, then the few rows near forks once more."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tree_kernels.layout import TreeLayout
+
+
+def naive_tree_causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: TreeLayout
+) -> torch.Tensor:
+    """See `op.tree_causal_conv`."""
+    width = weight.shape[1]
+    total = x.shape[0]
+    ahead = F.pad(x, (0, 0, width - 1, 0))
+    out = ahead[:total] * weight[:, 0]
+    for tap in range(1, width):
+        out = out + ahead[tap : tap + total] * weight[:, tap]
+    rows, windows = layout.conv_taps(width)
+    # Row T of the padded strip is zero: what stands before a path's beginning.
+    near_forks = (F.pad(x, (0, 0, 0, 1))[windows] * weight.t()).sum(1)
+    out = out.index_copy(0, rows, near_forks)
+    return out if bias is None else out + bias

@@ -1,0 +1,81 @@
+"""Gated delta rule in PyTorch: all chunks at once, then one step per level of chunks."""
+
+from __future__ import annotations
+
+import torch
+
+from tree_kernels.layout import ChunkTable, TreeLayout
+
+
+def naive_tree_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    layout: TreeLayout,
+    *,
+    chunk_size: int | None,
+) -> torch.Tensor:
+    """See `op.tree_gated_delta_rule`; README.md names the quantities."""
+    chunks = layout.chunks(chunk_size)
+    group = value.shape[1] // key.shape[1]
+    q = _heads_first(chunks, query).repeat_interleave(group, 1) * query.shape[2] ** -0.5
+    k = _heads_first(chunks, key).repeat_interleave(group, 1)
+    v = _heads_first(chunks, value)
+    b = _heads_first(chunks, beta)[..., None]
+    decay = _heads_first(chunks, log_decay.double()).cumsum(2)
+    between = pairwise_decay(decay, v.dtype)
+    from_start = decay.exp().to(v.dtype)[..., None]
+    to_end = (decay[:, :, -1:] - decay).exp().to(v.dtype)[..., None]
+
+    system = (b * k) @ k.mT * between
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([b * v, b * k * from_start], -1), upper=False, unitriangular=True
+    )
+    writes, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    states, new_values = _scan(chunks, writes, reads, k * to_end, from_start[:, :, -1:])
+    out = (q * from_start) @ states + (q @ k.mT * between) @ new_values
+    return chunks.scatter(out.transpose(1, 2)).to(value.dtype)
+
+
+def pairwise_decay(log_decay: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`exp(c[i] - c[j])` where j <= i, else 0.
+
+    Args:
+        log_decay: Running sums, `[..., C]` float64: their differences cancel in float32.
+        dtype: Type of the result, `[..., C, C]`.
+    """
+    future = torch.ones(
+        log_decay.shape[-1], log_decay.shape[-1], dtype=torch.bool, device=log_decay.device
+    ).triu(1)
+    between = (log_decay[..., :, None] - log_decay[..., None, :]).to(dtype)
+    return between.masked_fill(future, float("-inf")).exp()
+
+
+def _heads_first(chunks: ChunkTable, values: torch.Tensor) -> torch.Tensor:
+    """`[T, H, ...]` to `[NC, H, C, ...]` in the type of the state."""
+    wide = values if values.dtype == torch.float64 else values.float()
+    return chunks.gather(wide).transpose(1, 2)
+
+
+def _scan(
+    chunks: ChunkTable,
+    writes: torch.Tensor,
+    reads: torch.Tensor,
+    keys_to_end: torch.Tensor,
+    chunk_decay: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State before each chunk, `[NC, H, K, V]`, and the values it writes, `[NC, H, C, V]`."""
+    sizes = list(chunks.level_sizes)
+    heads, key_dim, value_dim = reads.shape[1], reads.shape[3], writes.shape[3]
+    after = writes.new_zeros(sizes[0], heads, key_dim, value_dim)
+    states, new_values = [], []
+    levels = zip(*(x.split(sizes) for x in (writes, reads, keys_to_end, chunk_decay)), strict=True)
+    for level, (write, read, key, decay) in enumerate(levels):
+        state = after[chunks.sources[level - 1]] if level else after
+        new_value = write - read @ state
+        after = state * decay + key.mT @ new_value
+        states.append(state)
+        new_values.append(new_value)
+    return torch.cat(states), torch.cat(new_values)

@@ -1,0 +1,64 @@
+"""What every objective takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from trainer_service.strip import Strip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLogprobs:
+    """The current policy on a strip's actions."""
+
+    policy_logprobs: torch.Tensor
+    """Of the tempered distribution, nats, `[A]` float32, differentiable."""
+    entropy: torch.Tensor
+    """Of the tempered distribution, nats, `[A]` float32, differentiable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObjectiveOptions:
+    """Settings that the objectives share."""
+
+    clip_low: float = 0.2
+    """Ratios below `1 - clip_low` gain nothing."""
+    clip_high: float = 0.2
+    """Ratios above `1 + clip_high` gain nothing."""
+    old_logprobs: torch.Tensor | None = None
+    """Denominator of the ratio, `[A]`; None takes the recorded sampling log-probabilities, or the
+    current policy's own where `max_importance` corrects for the difference."""
+    max_importance: float | None = None
+    """Truncation of the importance weight `exp(old_logprobs - sampled_logprobs)`; None leaves the
+    weight out."""
+    path_weights: torch.Tensor | None = None
+    """Weight of each path, `[P]`, for `path_average`; None weighs the K paths of an episode
+    1/K each."""
+    num_episodes: int | None = None
+    """Episodes of the whole optimiser step, all strips and ranks; None counts the strip's."""
+    num_actions: int | None = None
+    """Actions of the whole optimiser step, for `sft`; None counts the strip's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObjectiveOutput:
+    """A loss and what to report of it."""
+
+    loss: torch.Tensor
+    """Scalar, to be minimised; 0 with a gradient of 0 where no action counts."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """One objective; advantages are per episode, `[E]`."""
+
+    def __call__(
+        self,
+        logprobs: PackedLogprobs,
+        strip: Strip,
+        advantages: torch.Tensor,
+        options: ObjectiveOptions,
+    ) -> ObjectiveOutput: ...

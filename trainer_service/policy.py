@@ -1,0 +1,199 @@
+"""The policy that is trained: a Hugging Face model with LoRA, computing packed strips."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from harness_sdk.errors import ConfigError
+from trainer_service.dag import flat_episode
+from trainer_service.lora import (
+    LoraOptions,
+    adapter_tensors,
+    add_adapter,
+    save_adapter,
+    tensor_checksums,
+)
+from trainer_service.models import PackedTree, default_mount_layers, model_hooks, use_tree
+from trainer_service.objectives.base import PackedLogprobs
+from trainer_service.strip import Strip
+from tree_kernels.logprob import action_logprobs
+
+__all__ = ["LoraOptions", "PackedLogprobs", "Policy"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+class Policy:
+    """A causal language model and its adapter; all methods run on the caller's thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        model_path: str | Path,
+        mount_layers: tuple[int, ...] | None = None,
+        adapter: peft.PeftModel | None = None,
+    ) -> None:
+        """Wrap a loaded model; use `load`.
+
+        Args:
+            model: The Hugging Face causal language model, with LoRA layers where there are any.
+            model_path: Folder that it came from.
+            mount_layers: Decoder layers that read mounts; None takes the architecture's own.
+            adapter: The PEFT model around it; None trains all weights.
+        """
+        config = model.config.get_text_config()
+        hooks = model_hooks(config)
+        use_tree(model, hooks.mixers)
+        self.mount_layers = (
+            mount_layers if mount_layers is not None else default_mount_layers(config)
+        )
+        self._model = model
+        self._adapter = adapter
+        self._model_path = Path(model_path)
+        self._logit_scale = hooks.logit_scale(config)
+
+    @classmethod
+    def load(
+        cls,
+        model_path: str | Path,
+        *,
+        lora: LoraOptions | None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        adapter_path: str | Path | None = None,
+        mount_layers: tuple[int, ...] | None = None,
+        activation_checkpointing: bool = False,
+    ) -> Policy:
+        """Load a model folder.
+
+        Args:
+            model_path: Folder in Hugging Face form.
+            lora: The adapter; None trains all weights.
+            dtype: `float32`, `bfloat16` or `float64`; adapters of a bfloat16 model are float32.
+            device: Where it computes.
+            adapter_path: A stored adapter to go on with.
+            mount_layers: Decoder layers that read mounts; None takes the architecture's own.
+            activation_checkpointing: Keep one activation per layer and compute the rest again.
+
+        Raises:
+            ConfigError: An unknown dtype, architecture or LoRA target.
+            AdapterError: The stored adapter does not fit.
+        """
+        if dtype not in _DTYPES:
+            raise ConfigError("unknown dtype", value=dtype, limit=", ".join(_DTYPES))
+        model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=_DTYPES[dtype])
+        model = model.to(device).eval()
+        if activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        adapter = None
+        if lora is not None:
+            hooks = model_hooks(model.config.get_text_config())
+            targets = lora.target_modules or hooks.lora_targets
+            adapter = add_adapter(model, lora, targets, adapter_path)
+        # Hugging Face checkpoints in training mode only; no layer here drops anything out.
+        model.train(activation_checkpointing)
+        return cls(model, model_path=model_path, mount_layers=mount_layers, adapter=adapter)
+
+    def logprobs(self, strip: Strip) -> PackedLogprobs:
+        """Log-probability and entropy of every action of `strip`, differentiable.
+
+        Raises:
+            ConfigError: The strip was sampled with other mount layers.
+        """
+        if strip.mount_layers is not None and strip.mount_layers != self.mount_layers:
+            raise ConfigError(
+                "episodes were sampled with other mount layers than the trainer's",
+                value=strip.mount_layers,
+                limit=str(self.mount_layers),
+                remedy="set the same mount_layers on rollout and trainer",
+            )
+        strip = strip.to(self.device)
+        hidden = self._model.model(
+            input_ids=strip.token_ids[None],
+            position_ids=strip.position_ids[None],
+            use_cache=False,
+            tree=PackedTree(layout=strip.layout, mount_layers=frozenset(self.mount_layers)),
+        ).last_hidden_state[0]
+        temperature = torch.where(strip.temperature > 0, strip.temperature, 1.0)
+        logprobs, entropy = action_logprobs(
+            hidden[strip.action_source],
+            self._model.get_output_embeddings().weight,
+            strip.action_target,
+            self._logit_scale / temperature,
+        )
+        return PackedLogprobs(policy_logprobs=logprobs, entropy=entropy)
+
+    @torch.no_grad()
+    def token_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of `token_ids[1:]` in a cold run of the tokens alone: the probe."""
+        return tuple(self.logprobs(flat_episode(token_ids)).policy_logprobs.tolist())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._model.device
+
+    def named_trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimiser updates, by the name within the Hugging Face model."""
+        return {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """What the optimiser updates."""
+        return list(self.named_trainable_parameters().values())
+
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter's tensors by the names that PEFT's files use."""
+        return adapter_tensors(self._require_adapter())
+
+    def checksums(self) -> dict[str, str]:
+        """sha256 of each adapter tensor's little-endian float32 bytes, by name."""
+        return tensor_checksums(self.adapter_tensors())
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter to `folder` as PEFT does, in float32."""
+        save_adapter(self._require_adapter(), folder)
+
+    def save_model(self, folder: str | Path) -> None:
+        """Write the whole model to `folder` in Hugging Face form; only without an adapter.
+
+        Raises:
+            ConfigError: The policy trains an adapter.
+        """
+        if self._adapter is not None:
+            raise ConfigError("the policy trains an adapter", remedy="use save_adapter")
+        self._model.save_pretrained(str(folder))
+
+    @cached_property
+    def model_hash(self) -> str:
+        """sha256 over `config.json` and then each `*.safetensors` file in order of name."""
+        digest = hashlib.sha256((self._model_path / "config.json").read_bytes())
+        for path in sorted(self._model_path.glob("*.safetensors")):
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def _require_adapter(self) -> peft.PeftModel:
+        if self._adapter is None:
+            raise ConfigError(
+                "the policy trains all weights", remedy="give lora options to Policy.load"
+            )
+        return self._adapter
