@@ -34,6 +34,8 @@ class ModelOptions(Options):
     """cpu, cuda or cuda:N."""
     mount_layers: tuple[int, ...] | None = None
     """Layers whose attention reads mounted spans; unset takes the family's rule."""
+    preamble: Literal["full", "compact"] = "full"
+    """How tools are described: full is Qwen's wording, compact suits very small models."""
 
 
 class EngineOptions(Options):
@@ -52,7 +54,7 @@ class ServerOptions(Options):
 
     host: str = "127.0.0.1"
     """Address to bind; anything but loopback needs a token or client certificates."""
-    port: int = Field(default=50051, ge=0, le=65535)
+    port: int = Field(default=7040, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     advertise: str | None = None
     """host:port that clients reach this replica at; unset is the bound one."""

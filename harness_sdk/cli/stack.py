@@ -1,0 +1,227 @@
+"""The services of one machine as one async context manager: `octopus up`, the demo, the tests.
+
+Valkey and the broker are embedded unless a URL is given; rollout and trainer are subprocesses
+that read their addresses and the token from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness_sdk.cli.embedded import ValkeyServer, embedded_broker
+from harness_sdk.cli.processes import free_port, spawn, stop
+from harness_sdk.cli.settings import render_toml, validate_config
+from harness_sdk.errors import ServiceError, Unavailable
+
+if TYPE_CHECKING:
+    from harness_sdk.cli.stack_config import StackConfig
+
+logger = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_LOG_TAIL_BYTES = 2000
+_RESTART_PAUSE_S = 0.2
+
+
+class LocalStack:
+    """Valkey, MQTT broker, rollout and trainer on this machine.
+
+    Attributes:
+        address: `host:port` of the rollout service.
+        redis_url: Address of Redis, given or embedded.
+        mqtt_url: Address of the MQTT broker, given or embedded.
+        valkey: The embedded server; None where a URL was given.
+        processes: The services by name, `rollout` and `trainer`, as far as they were started.
+    """
+
+    def __init__(self, config: StackConfig) -> None:
+        self._config = config
+        self._exit = contextlib.AsyncExitStack()
+        self.address = ""
+        self.redis_url = config.redis_url or ""
+        self.mqtt_url = config.mqtt_url or ""
+        self.valkey: ValkeyServer | None = None
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def __aenter__(self) -> LocalStack:
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._exit.aclose()
+
+    def log_path(self, name: str) -> Path:
+        """File that service `name` logs to."""
+        return self._config.run_folder / f"{name}.log"
+
+    async def start_trainer(self) -> None:
+        """Start the trainer, again after it has ended; it resumes from its checkpoint."""
+        await self._start_service("trainer", trainer_settings(self._config))
+
+    async def supervise(self) -> None:
+        """Run until cancelled; restarts the embedded Valkey, which loses nothing by it.
+
+        Raises:
+            ServiceError: A service ended with an error.
+        """
+        watchers = [self._watch(name, process) for name, process in self.processes.items()]
+        if self.valkey is not None:
+            watchers.append(self._keep_valkey(self.valkey))
+        tasks = [asyncio.create_task(watcher) for watcher in (*watchers, asyncio.Event().wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _start(self) -> None:
+        self._config.run_folder.mkdir(parents=True, exist_ok=True)
+        if not self.redis_url:
+            self.valkey = ValkeyServer(self._config.run_folder / "valkey")
+            # Registered first: it stops last, when the services have sent what they hold.
+            self._exit.push_async_callback(self.valkey.stop)
+            await self.valkey.start()
+            self.redis_url = self.valkey.url
+        if not self.mqtt_url:
+            self.mqtt_url = await self._exit.enter_async_context(embedded_broker())
+        if self._config.with_rollout:
+            port = self._config.port or free_port()
+            self.address = f"{_HOST}:{port}"
+            await self._start_service("rollout", rollout_settings(self._config, port))
+            await self._until_listening("rollout", port)
+        if self._config.with_trainer:
+            await self.start_trainer()
+
+    async def _start_service(self, name: str, settings: Mapping[str, Any]) -> None:
+        path = self._config.run_folder / f"{name}.toml"
+        await asyncio.to_thread(path.write_text, render_toml(settings), "utf-8")
+        process = await spawn(
+            [sys.executable, "-m", f"{name}_service", "--config", str(path)],
+            log_path=self.log_path(name),
+            environment=self._environment(),
+        )
+        self.processes[name] = process
+        self._exit.push_async_callback(stop, process, self._config.stop_s)
+        logger.info("%s started as process %d, log in %s", name, process.pid, self.log_path(name))
+
+    def _environment(self) -> dict[str, str]:
+        environment = {"OCTOPUS_REDIS_URL": self.redis_url, "OCTOPUS_MQTT_URL": self.mqtt_url}
+        if self._config.token is not None:
+            environment["OCTOPUS_TOKEN"] = self._config.token.get_secret_value()
+        return environment
+
+    async def _until_listening(self, name: str, port: int) -> None:
+        """Services listen once they can serve."""
+        process = self.processes[name]
+        try:
+            async with asyncio.timeout(self._config.start_s):
+                while not await _listening(port):
+                    if process.returncode is not None:
+                        raise self._ended(name, process.returncode)
+                    await asyncio.sleep(0.05)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"the {name} service did not listen in time",
+                limit=f"{self._config.start_s:g} s",
+                remedy=f"see {self.log_path(name)} or raise start_s",
+            ) from error
+
+    async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        if status != 0:
+            raise self._ended(name, status)
+        logger.info("%s has finished", name)
+
+    async def _keep_valkey(self, server: ValkeyServer) -> None:
+        while server.process is not None:
+            status = await server.process.wait()
+            logger.error("the embedded Valkey server ended with status %d; restarting it", status)
+            await asyncio.sleep(_RESTART_PAUSE_S)
+            await server.start()
+
+    def _ended(self, name: str, status: int) -> ServiceError:
+        return ServiceError(
+            f"the {name} service ended",
+            value=f"status {status}",
+            remedy=f"see {self.log_path(name)}: {_tail(self.log_path(name))}",
+        )
+
+
+def rollout_settings(config: StackConfig, port: int) -> dict[str, Any]:
+    """Settings of the rollout service; those of `config.rollout` win.
+
+    Raises:
+        ConfigError: The service would refuse them.
+    """
+    from rollout_service.config import RolloutConfig
+
+    settings = _merged(
+        {
+            "run": config.run,
+            "run_folder": str(config.folder),
+            "replica_id": "replica-0",
+            "model": {"path": str(config.model)},
+            "server": {"host": _HOST, "port": port},
+        },
+        config.rollout,
+    )
+    validate_config(RolloutConfig, settings)
+    return settings
+
+
+def trainer_settings(config: StackConfig) -> dict[str, Any]:
+    """Settings of the trainer service; those of `config.trainer` win.
+
+    Raises:
+        ConfigError: The service would refuse them.
+    """
+    from trainer_service.config import TrainerConfig
+
+    settings = _merged(
+        {
+            "run": config.run,
+            "run_folder": str(config.folder),
+            "model": {"path": str(config.model)},
+        },
+        config.trainer,
+    )
+    validate_config(TrainerConfig, settings)
+    return settings
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            value = _merged(below, value)
+        merged[key] = value
+    return merged
+
+
+async def _listening(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(_HOST, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def _tail(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+    return ""

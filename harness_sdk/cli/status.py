@@ -1,0 +1,152 @@
+"""`octopus status`: replicas, versions, memory, the stream and the last policy on one screen."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from harness_sdk.errors import ConfigError, HarnessError
+
+if TYPE_CHECKING:
+    from harness_sdk.control import ReplicaState
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--run", default="local", help="name of the run")
+    for name, variable in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
+        parser.add_argument(
+            f"--{name}-url", default=os.environ.get(variable), metavar="URL",
+            help=f"address; {variable} where it is not given",
+        )  # fmt: skip
+    parser.add_argument(
+        "--address", action="append", default=[], metavar="HOST:PORT",
+        help="a replica to ask beside those that the control bus knows",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state; 1 where something that was named cannot be reached."""
+    if not (args.redis_url or args.mqtt_url or args.address):
+        raise ConfigError(
+            "nothing to ask", remedy="give --mqtt-url, --redis-url or --address, as `octopus up`"
+            " prints them, or set OCTOPUS_MQTT_URL and OCTOPUS_REDIS_URL",
+        )  # fmt: skip
+    state = asyncio.run(_collect(args))
+    sys.stdout.write(json.dumps(state, indent=2) + "\n" if args.json else _screen(state))
+    return 1 if state["errors"] else 0
+
+
+async def _collect(args: argparse.Namespace) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "run": args.run, "stream": None, "policy": None, "replicas": [], "errors": [],
+    }  # fmt: skip
+    known: list[ReplicaState] = []
+    if args.redis_url:
+        from rollout_service.stream import read_stream_state
+
+        try:
+            state["stream"] = asdict(await read_stream_state(args.redis_url, args.run))
+        except HarnessError as error:
+            state["errors"].append(str(error))
+    if args.mqtt_url:
+        from rollout_service.bus import read_bus_state
+
+        try:
+            bus = await read_bus_state(args.mqtt_url, args.run)
+            known += bus.replicas
+            state["policy"] = asdict(bus.policy) if bus.policy is not None else None
+        except HarnessError as error:
+            state["errors"].append(str(error))
+    found = {replica.address for replica in known if replica.alive}
+    state["replicas"] = [
+        *await asyncio.gather(*(_replica(replica.address, replica) for replica in known)),
+        *await asyncio.gather(
+            *(_replica(each, None) for each in args.address if each not in found)
+        ),
+    ]
+    state["errors"] += [each["unreachable"] for each in state["replicas"] if each["unreachable"]]
+    return state
+
+
+async def _replica(address: str, known: ReplicaState | None) -> dict[str, Any]:
+    """What the control bus and the replica itself say."""
+    replica: dict[str, Any] = {
+        "replica_id": known.replica_id if known is not None else "",
+        "address": address,
+        "alive": known.alive if known is not None else True,
+        "versions": list(known.versions) if known is not None else [],
+        "error": known.error if known is not None else "",
+        "unreachable": "",
+        "status": None,
+    }
+    if not replica["alive"] or not address:
+        return replica
+    from harness_sdk.client import OctopusClient
+    from harness_sdk.options import RetryPolicy, Timeouts
+
+    try:
+        async with OctopusClient.connect(
+            address,
+            token=os.environ.get("OCTOPUS_TOKEN"),
+            timeouts=Timeouts(connect_s=3, call_s=3),
+            retry=RetryPolicy(max_attempts=1),
+        ) as client:
+            status = asdict(await client.status())
+    except HarnessError as error:
+        return {**replica, "unreachable": f"{address}: {error}"}
+    return {
+        **replica,
+        "replica_id": status["replica_id"],
+        "versions": list(status["policy_versions"]),
+        "status": status,
+    }
+
+
+def _screen(state: dict[str, Any]) -> str:
+    lines = [f"run        {state['run']}"]
+    policy = state["policy"]
+    if policy is not None:
+        lines.append(
+            f"policy     version {policy['version']}, rank {policy['rank']},"
+            f" {policy['num_tensors']} tensors, sha256 {policy['sha256'][:12]}"
+        )
+    stream = state["stream"]
+    if stream is not None:
+        lines.append(
+            f"episodes   {stream['length']} in the stream, {stream['undelivered']} undelivered,"
+            f" {stream['pending']} pending, {stream['dead']} dead"
+        )
+    lines.append(f"replicas   {len(state['replicas'])}")
+    for replica in state["replicas"]:
+        lines += [f"  {line}" for line in _replica_lines(replica)]
+    lines += [f"error      {error}" for error in state["errors"]]
+    return "\n".join(lines) + "\n"
+
+
+def _replica_lines(replica: dict[str, Any]) -> list[str]:
+    name = replica["replica_id"] or replica["address"]
+    if not replica["alive"]:
+        return [f"{name}  gone"]
+    lines = [f"{name}  {replica['address']}  versions {', '.join(map(str, replica['versions']))}"]
+    status = replica["status"]
+    if status is not None:
+        lines.append(
+            f"    {status['engine']}, {status['model']}, up {status['uptime_s']:.0f} s:"
+            f" {status['open_episodes']} episodes open, {status['queued_episodes']} queued,"
+            f" {status['live_threads']} threads"
+        )
+        lines.append(
+            f"    KV use {status['kv_use']:.1%}: {status['tokens_resident']} of"
+            f" {status['tokens_capacity']} tokens, {status['resident_cursors']} cursors,"
+            f" {status['recurrent_slots']} recurrent states"
+        )
+    if replica["error"]:
+        lines.append(f"    refused: {replica['error']}")
+    return lines

@@ -1,0 +1,72 @@
+"""`octopus up`: Valkey, MQTT broker, rollout and trainer on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from harness_sdk.cli.settings import add_config_arguments, load_config, render_config, render_toml
+from harness_sdk.cli.stack import LocalStack, rollout_settings, trainer_settings
+
+if TYPE_CHECKING:
+    from harness_sdk.cli.stack_config import StackConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    from harness_sdk.cli.stack_config import StackConfig
+
+    add_config_arguments(parser, StackConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start everything and keep it running; 0 after Ctrl-C or SIGTERM."""
+    from harness_sdk.cli.stack_config import StackConfig
+
+    config = load_config(StackConfig, args.config, args.overrides)
+    # Faults of either service's settings show before anything starts.
+    services = {
+        "rollout": rollout_settings(config, config.port),
+        "trainer": trainer_settings(config),
+    }
+    if args.dry_run:
+        sys.stdout.write(render_config(config, args.dry_run))
+        if args.dry_run == "toml":
+            for name, settings in services.items():
+                sys.stdout.write(f"\n# {name}.toml\n" + render_toml(settings))
+        return 0
+    return asyncio.run(_up(config))
+
+
+async def _up(config: StackConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(_serve(config))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    sys.stdout.write("stopped\n")
+    return 0
+
+
+async def _serve(config: StackConfig) -> None:
+    async with LocalStack(config) as stack:
+        lines = [
+            f"redis    {stack.redis_url}",
+            f"mqtt     {stack.mqtt_url}",
+            *([f"rollout  {stack.address}"] if stack.address else []),
+            f"logs     {', '.join(str(stack.log_path(name)) for name in stack.processes)}",
+            f"run      {config.run}; Ctrl-C stops everything",
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+        await stack.supervise()
