@@ -47,6 +47,7 @@ class ControlBus:
             )
         self._parts = parts
         self._run = run
+        self._replica_topics = control.replica_topic(run, "+")
         self._patience_s = patience_s
         self._replicas: dict[str, ReplicaState] = {}
         self._changed = asyncio.Condition()
@@ -129,7 +130,9 @@ class ControlBus:
                     await self._greet(client)
                     delay_s = 0.1
                     async for message in client.messages:
-                        await self._take(str(message.topic), message.payload)
+                        # amqtt sends a new client whatever is retained, subscribed or not.
+                        if message.topic.matches(self._replica_topics):
+                            await self._take(str(message.topic), message.payload)
             except (aiomqtt.MqttError, OSError) as error:
                 self._last_error = error
                 log.warning("MQTT broker is away (%s); trying again", error)
@@ -139,7 +142,7 @@ class ControlBus:
             delay_s = min(2 * delay_s, 5.0)
 
     async def _greet(self, client: aiomqtt.Client) -> None:
-        await client.subscribe(control.replica_topic(self._run, "+"), qos=1)
+        await client.subscribe(self._replica_topics, qos=1)
         if self._announcement is not None:
             # A broker that restarted may have lost what it retained.
             await self._publish(client, self._announcement)

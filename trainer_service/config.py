@@ -27,11 +27,11 @@ class Options(BaseModel):
 class ModelOptions(Options):
     """The base model that the adapter belongs to."""
 
-    path: Path = Path("model")
+    path: Path | None = None
     """Folder of the Hugging Face checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the base weights; the adapter is float32 at least."""
-    device: str = "cpu"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """cpu, cuda or cuda:N."""
     mount_layers: tuple[int, ...] | None = None
     """Layers whose attention reads mounted spans; unset takes the family's rule."""
@@ -208,9 +208,16 @@ class TrainerConfig(Options):
 
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:
+        if self.model.path is None:
+            raise ConfigError(
+                "model.path is not set", remedy="give a checkpoint's folder with --model.path"
+            )
         if self.objective not in OBJECTIVE_NAMES:
             raise ConfigError(
-                "unknown objective", value=self.objective, limit=", ".join(OBJECTIVE_NAMES)
+                "unknown objective",
+                value=self.objective,
+                limit=", ".join(OBJECTIVE_NAMES),
+                remedy="choose one with --objective",
             )
         if self.needs_groups:
             self._check_groups()

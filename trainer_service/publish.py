@@ -23,6 +23,9 @@ from trainer_service.stream import RedisLink, delete_adapter, upload_adapter
 
 log = logging.getLogger(__name__)
 
+REPEAT_S = 2.0
+"""Replicas that have not answered are told again: one may have been subscribing just then."""
+
 NUM_NAMED = 8
 """Tensors that an error names before it only counts."""
 
@@ -80,13 +83,10 @@ class Publisher:
             Unavailable: Fewer than `publish.min_replicas` serve it in time.
         """
         begin = time.monotonic()
-        await self._bus.announce(await self._store(served))
-        self._served = served
+        announcement = await self._store(served)
         asked = _live(self._bus.replicas)
-        await self._bus.wait_until(
-            lambda replicas: self._settled(replicas, asked, served.version),
-            self._config.publish.ack_timeout_s,
-        )
+        await self._announce(announcement, asked, begin + self._config.publish.ack_timeout_s)
+        self._served = served
         self.check()
         report = self._report(served, asked, time.monotonic() - begin)
         self._judge(report)
@@ -104,6 +104,20 @@ class Publisher:
         for state in self._bus.replicas.values():
             if state.alive:
                 verify(state, self._served, self._config.probe_tolerance)
+
+    async def _announce(
+        self, announcement: PolicyAnnouncement, asked: frozenset[str], give_up: float
+    ) -> None:
+        """Announce until all of `asked` have answered, or until `give_up`."""
+        while True:
+            await self._bus.announce(announcement)
+            left = give_up - time.monotonic()
+            settled = await self._bus.wait_until(
+                lambda replicas: self._settled(replicas, asked, announcement.version),
+                max(0.0, min(left, REPEAT_S)),
+            )
+            if settled or left <= REPEAT_S:
+                return
 
     async def _store(self, served: Served) -> PolicyAnnouncement:
         folder = served.folder

@@ -1,0 +1,252 @@
+"""The trainer's side of the stream, on a real Valkey server."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness_sdk import control
+from harness_sdk.cli.embedded import ValkeyServer
+from harness_sdk.errors import Unavailable
+from harness_sdk.record import record_to_bytes
+from tests.records import small_record
+from trainer_service.stream import (
+    EpisodeStream,
+    RedisLink,
+    delete_adapter,
+    grant_permits,
+    permits,
+    upload_adapter,
+)
+
+RUN = "r"
+KEY = control.episodes_key(RUN)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path / "valkey")
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def link(server: ValkeyServer) -> AsyncIterator[RedisLink]:
+    link = RedisLink(server.url, patience_s=20.0)
+    yield link
+    await link.close()
+
+
+@asynccontextmanager
+async def _other_link(server: ValkeyServer) -> AsyncIterator[RedisLink]:
+    """The connection of another process."""
+    link = RedisLink(server.url)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+async def _add(link: RedisLink, *episode_ids: str) -> list[str]:
+    ids = []
+    for episode_id in episode_ids:
+        fields = {control.RECORD_FIELD: record_to_bytes(small_record(episode_id))}
+        ids.append((await link.client.xadd(KEY, fields)).decode())
+    return ids
+
+
+async def _read(stream: EpisodeStream, count: int = 32) -> list[str]:
+    deliveries = await stream.read(max_entries=count, block_s=0.05)
+    return [delivery.record.episode_id for delivery in deliveries]
+
+
+async def _num_pending(link: RedisLink) -> int:
+    return (await link.client.xpending(KEY, "trainer"))["pending"]
+
+
+def _stream(link: RedisLink, **options: Any) -> EpisodeStream:
+    return EpisodeStream(link, RUN, **options)
+
+
+async def test_stream_delivers_each_episode_once_and_in_order(link: RedisLink) -> None:
+    await _add(link, "a", "b", "c")
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream, 2) == ["a", "b"]
+    assert await _read(stream) == ["c"]
+    assert await _read(stream) == []
+    assert await _num_pending(link) == 3
+
+
+async def test_unacknowledged_entries_come_again_after_a_restart(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    ids = await _add(link, "a", "b", "c")
+    first = _stream(link)
+    await first.open()
+    assert await _read(first) == ["a", "b", "c"]
+    await first.acknowledge(ids[:1])
+    async with _other_link(server) as restarted:
+        second = _stream(restarted)
+        await second.open()
+        assert await _read(second) == ["b", "c"]
+        assert await _read(second) == []
+
+
+async def test_entries_in_the_checkpoint_are_acknowledged_without_training(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    ids = await _add(link, "a", "b")
+    first = _stream(link)
+    await first.open()
+    await _read(first)
+    recent = first.recent_episodes(ids[:1])
+    async with _other_link(server) as restarted:
+        second = _stream(restarted)
+        await second.open(consumed=ids[:1], recent=recent)
+        assert await _read(second) == ["b"]
+        assert await _num_pending(restarted) == 1
+        # The same episode under another entry, as a retried XADD leaves one behind.
+        await _add(restarted, "a")
+        assert await _read(second) == []
+        assert second.dropped == {"duplicate": 1}
+
+
+async def test_duplicates_are_dropped_while_the_first_is_in_use(link: RedisLink) -> None:
+    await _add(link, "a", "a", "b")
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream) == ["a", "b"]
+    assert stream.dropped == {"duplicate": 1}
+    assert await _num_pending(link) == 2
+
+
+async def test_stale_entries_of_a_dead_consumer_are_claimed(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    await _add(link, "a", "b")
+    async with _other_link(server) as other:
+        dead = _stream(other, consumer="trainer-dead")
+        await dead.open()
+        assert await _read(dead) == ["a", "b"]
+    stream = _stream(link, claim_idle_s=0.3)
+    await stream.open()
+    assert await _read(stream) == []
+    await asyncio.sleep(0.35)
+    assert await _read(stream) == ["a", "b"]
+    await asyncio.sleep(0.35)
+    assert await _read(stream) == []
+
+
+async def test_poison_moves_aside_at_the_third_failure_and_the_rest_goes_on(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    (poison,) = [(await link.client.xadd(KEY, {control.RECORD_FIELD: b"\xff\xff"})).decode()]
+    await _add(link, "a")
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream) == ["a"]
+    assert await link.client.xlen(control.dead_key(RUN)) == 0
+    # The count of attempts is the server's: a restart does not begin anew.
+    async with _other_link(server) as restarted:
+        second = _stream(restarted)
+        await second.open()
+        assert await _read(second) == ["a"]
+        assert await link.client.xlen(control.dead_key(RUN)) == 0
+        assert await _read(second) == []
+        assert second.dropped == {"poison": 1}
+    ((_, fields),) = await link.client.xrange(control.dead_key(RUN))
+    assert fields[b"entry_id"].decode() == poison
+    assert fields[control.RECORD_FIELD.encode()] == b"\xff\xff"
+    assert b"ProtocolError" in fields[b"error"]
+    assert await _num_pending(link) == 1
+
+
+async def test_record_that_parses_and_makes_no_sense_is_poison_too(link: RedisLink) -> None:
+    def refuse(data: bytes) -> Any:
+        raise ValueError("mounts nothing")
+
+    await _add(link, "a")
+    stream = _stream(link, parse=refuse)
+    await stream.open()
+    for _ in range(3):
+        assert await _read(stream) == []
+    ((_, fields),) = await link.client.xrange(control.dead_key(RUN))
+    assert fields[b"error"] == b"ValueError: mounts nothing"
+
+
+async def test_redis_restart_loses_nothing(server: ValkeyServer, link: RedisLink) -> None:
+    ids = await _add(link, "a", "b", "c")
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream, 1) == ["a"]
+    assert server.process is not None
+    server.process.kill()
+    await server.process.wait()
+    reading = asyncio.create_task(_read(stream))
+    await asyncio.sleep(0.3)
+    assert not reading.done()
+    await server.start()
+    seen = await reading
+    while more := await _read(stream):
+        seen += more
+    assert seen == ["b", "c"]
+    await stream.acknowledge(ids)
+    assert await _num_pending(link) == 0
+
+
+async def test_reply_lost_with_its_connection_is_delivered_after_all(link: RedisLink) -> None:
+    """The server believes that it delivered; only the consumer's own pending list knows."""
+    await _add(link, "a", "b")
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream, 1) == ["a"]
+    await link.client.xreadgroup("trainer", "trainer-0", {KEY: ">"}, count=10)
+    assert await _read(stream) == []
+    link.reconnects += 1
+    assert await _read(stream) == ["b"]
+
+
+async def test_server_that_stays_away_is_reported_with_its_remedy(server: ValkeyServer) -> None:
+    await server.stop()
+    link = RedisLink(server.url, patience_s=0.2)
+    with pytest.raises(Unavailable, match=r"redis\.url"):
+        await _stream(link).open()
+    await link.close()
+
+
+async def test_permits_only_rise_and_wake_the_runner(link: RedisLink) -> None:
+    await grant_permits(link, RUN, 4)
+    await link.client.hincrby(control.permits_key(RUN), "taken", 3)
+    await grant_permits(link, RUN, 2)
+    assert await permits(link, RUN) == (4, 3)
+    for granted in range(5, 40):
+        await grant_permits(link, RUN, granted)
+    assert await permits(link, RUN) == (39, 3)
+    assert await link.client.blpop([control.permits_wake_key(RUN)], timeout=1) is not None
+    assert await link.client.llen(control.permits_wake_key(RUN)) <= 16
+
+
+async def test_adapter_travels_in_chunks_and_is_deleted_whole(
+    link: RedisLink, tmp_path: Path
+) -> None:
+    data = bytes(range(256)) * (control.ADAPTER_CHUNK_BYTES // 100)
+    (tmp_path / control.ADAPTER_FILE).write_bytes(data)
+    (tmp_path / control.ADAPTER_CONFIG_FILE).write_text('{"r": 4}')
+    assert await upload_adapter(link, RUN, 7, tmp_path) == f"redis:{control.adapter_key(RUN, 7)}"
+    meta = await link.client.hgetall(control.adapter_meta_key(RUN, 7))
+    assert int(meta[b"num_chunks"]) == 3
+    assert int(meta[b"num_bytes"]) == len(data)
+    assert meta[b"sha256"].decode() == hashlib.sha256(data).hexdigest()
+    assert meta[b"config"] == b'{"r": 4}'
+    chunks = [await link.client.get(control.adapter_chunk_key(RUN, 7, i)) for i in range(3)]
+    assert b"".join(chunks) == data
+    await delete_adapter(link, RUN, 7)
+    assert await link.client.keys("*adapter*") == []

@@ -1,0 +1,100 @@
+"""Optimiser steps: schedule, clipping, skipped ones, state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from harness_sdk.errors import ConfigError
+from trainer_service.config import OptimOptions
+from trainer_service.optim import Optimizer, lr_factor
+
+
+def _parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+
+
+def test_warmup_ramps_to_the_whole_rate() -> None:
+    options = OptimOptions(warmup_steps=4)
+    assert [lr_factor(step, options) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_schedule_ends_at_its_floor(schedule: str) -> None:
+    options = OptimOptions.model_validate(
+        {"schedule": schedule, "warmup_steps": 2, "decay_steps": 10, "min_lr_factor": 0.1}
+    )
+    factors = [lr_factor(step, options) for step in range(2, 14)]
+    assert factors[0] == 1.0
+    assert factors == sorted(factors, reverse=True)
+    assert math.isclose(lr_factor(6, options), 0.55)
+    assert all(math.isclose(factor, 0.1) for factor in factors[8:])
+
+
+def test_step_is_that_of_adamw_with_clipped_gradients() -> None:
+    options = OptimOptions(lr=0.1, max_grad_norm=1.0, weight_decay=0.01)
+    ours, theirs = _parameter(), _parameter()
+    optimizer = Optimizer([ours], options)
+    reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.01)
+    for grad in ([3.0, 4.0, 0.0], [0.1, 0.2, 0.2]):
+        ours.grad = torch.tensor(grad)
+        outcome = optimizer.step(loss=1.0)
+        theirs.grad = torch.tensor(grad) / max(1.0, outcome.grad_norm)
+        reference.step()
+        assert outcome.grad_norm == pytest.approx(math.hypot(*grad))
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(("grad", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
+def test_non_finite_step_is_skipped_and_counted(grad: float, loss: float) -> None:
+    parameter = _parameter()
+    optimizer = Optimizer([parameter], OptimOptions(lr=0.1))
+    parameter.grad = torch.full((3,), grad)
+    before = parameter.detach().clone()
+    outcome = optimizer.step(loss=loss)
+    assert outcome.skipped
+    assert torch.equal(parameter, before)
+    assert (optimizer.num_steps, optimizer.num_skipped, optimizer.skipped_in_a_row) == (0, 1, 1)
+    assert parameter.grad is None
+    parameter.grad = torch.ones(3)
+    assert not optimizer.step(loss=1.0).skipped
+    assert (optimizer.num_steps, optimizer.num_skipped, optimizer.skipped_in_a_row) == (1, 1, 0)
+
+
+def test_state_continues_bit_for_bit() -> None:
+    options = OptimOptions.model_validate(
+        {"lr": 0.1, "schedule": "cosine", "decay_steps": 6, "warmup_steps": 2}
+    )
+    whole = _parameter()
+    optimizer = Optimizer([whole], options)
+    state, middle = {}, whole.detach().clone()
+    for step in range(6):
+        whole.grad = torch.sin(torch.arange(3.0) + step)
+        optimizer.step(loss=1.0)
+        if step == 2:
+            state, middle = optimizer.state_dict(), whole.detach().clone()
+            state = {**state, "adamw": torch_copy(state["adamw"])}
+    resumed = torch.nn.Parameter(middle)
+    second = Optimizer([resumed], options)
+    second.load_state_dict(state)
+    for step in range(3, 6):
+        resumed.grad = torch.sin(torch.arange(3.0) + step)
+        second.step(loss=1.0)
+    assert torch.equal(resumed, whole)
+
+
+def test_optimizer_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.targets"):
+        Optimizer([], OptimOptions())
+
+
+def torch_copy(state: dict) -> dict:
+    """A deep copy through torch's own format, as the checkpoint makes one."""
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
