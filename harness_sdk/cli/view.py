@@ -1,0 +1,155 @@
+"""`octopus view`: an episode's DAG as an HTML page or a PNG."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness_sdk import control
+from harness_sdk.errors import ConfigError, EpisodeNotFound, Unavailable
+from harness_sdk.record import EpisodeRecord, record_from_bytes
+
+_FIELD = control.RECORD_FIELD.encode()
+_BATCH = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "records",
+        nargs="?",
+        type=Path,
+        metavar="RECORDS",
+        help="a records file, as `octopus trees --records` writes it",
+    )
+    parser.add_argument("--redis", metavar="URL", help="read the episode stream instead of a file")
+    parser.add_argument("--run", metavar="NAME", help="run whose stream to read; with --redis")
+    parser.add_argument(
+        "--episode",
+        default="last",
+        metavar="ID|N|last",
+        help="which episode: its id, its place from 0, or the last (default)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR|FILE",
+        help="shows text: a tokenizer.json or a folder that holds one",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="FILE.html, FILE.svg or FILE.png; may be repeated (default: episode.html)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw one episode and name the files written."""
+    if (args.records is None) == (args.redis is None):
+        raise ConfigError(
+            "an episode comes from a records file or from a stream",
+            value="both" if args.records else "neither",
+            remedy="give RECORDS, or --redis URL --run NAME",
+        )
+    if args.redis is not None and args.run is None:
+        raise ConfigError("a stream belongs to a run", value="no --run", remedy="give --run NAME")
+    if args.redis is not None:
+        record = _stream_episode(args.redis, args.run, args.episode)
+    else:
+        record = _file_episode(args.records, args.episode)
+    detokenize = _detokenizer(args.tokenizer, record)
+    for path in args.out or [Path("episode.html")]:
+        _draw(record, path, detokenize)
+        sys.stdout.write(f"episode {record.episode_id}: {path}\n")
+    return 0
+
+
+def pick(records: Iterator[EpisodeRecord], wanted: str) -> EpisodeRecord:
+    """The record with the id or the place `wanted`; `last` for the last one.
+
+    Raises:
+        EpisodeNotFound: There is none.
+    """
+    count, last = 0, None
+    for record in records:
+        if wanted in (record.episode_id, str(count)):
+            return record
+        count, last = count + 1, record
+    if wanted == "last" and last is not None:
+        return last
+    raise EpisodeNotFound(
+        "no such episode", value=wanted, limit=f"{count} episodes: an id, 0 to {count - 1}, or last"
+    )
+
+
+def _file_episode(path: Path, wanted: str) -> EpisodeRecord:
+    from harness_sdk.records_file import read_records
+
+    if not path.is_file():
+        raise ConfigError("no such records file", value=path)
+    return pick(read_records(path), wanted)
+
+
+def _stream_episode(url: str, run: str, wanted: str) -> EpisodeRecord:
+    try:
+        import redis
+    except ImportError as error:
+        raise ConfigError(
+            "reading a stream needs the redis package",
+            value=url,
+            remedy="pip install 'octopus-agents[rollout]'",
+        ) from error
+    try:
+        with redis.Redis.from_url(url) as client:
+            return pick(_stream_records(client, control.episodes_key(run), wanted), wanted)
+    except ValueError as error:
+        raise ConfigError("not a Redis address", value=url, limit="redis://HOST:PORT") from error
+    except redis.RedisError as error:
+        raise Unavailable("Redis cannot be read", value=f"{url}: {error}") from error
+
+
+def _stream_records(client: Any, key: str, wanted: str) -> Iterator[EpisodeRecord]:
+    """The stream's records in order; only its last one where nothing else is wanted."""
+    if wanted == "last":
+        entries = client.xrevrange(key, count=1)
+        yield from (record_from_bytes(fields[_FIELD]) for _, fields in entries)
+        return
+    start = "-"
+    while entries := client.xrange(key, min=start, count=_BATCH):
+        yield from (record_from_bytes(fields[_FIELD]) for _, fields in entries)
+        start = f"({entries[-1][0].decode()}"
+
+
+def _detokenizer(path: Path | None, record: EpisodeRecord) -> Callable[[Sequence[int]], str] | None:
+    """The tokenizer asked for; bytes where the record says that it was written with them."""
+    from harness_sdk.trajectories.tokenizers import ByteTokenizer, load_tokenizer
+
+    if path is None and record.tokenizer_hash != ByteTokenizer.fingerprint:
+        return None
+    return load_tokenizer(path).decode
+
+
+def _draw(
+    record: EpisodeRecord, path: Path, detokenize: Callable[[Sequence[int]], str] | None
+) -> None:
+    from harness_sdk.view import episode_html, episode_png, episode_svg
+
+    suffix = path.suffix.lower()
+    if suffix not in (".html", ".svg", ".png"):
+        raise ConfigError(
+            "no picture of that kind", value=path.name, limit=".html, .svg, .png",
+            remedy="name the file accordingly",
+        )  # fmt: skip
+    if not path.parent.is_dir():
+        raise ConfigError("no such folder", value=path.parent, remedy="create it first")
+    if suffix == ".png":
+        episode_png(record, path)
+    elif suffix == ".svg":
+        path.write_text(episode_svg(record), encoding="utf-8")
+    else:
+        path.write_text(episode_html(record, detokenize), encoding="utf-8")
