@@ -185,23 +185,31 @@ class Adapters:
         """Unload the oldest unpinned versions until one more fits."""
         give_up = asyncio.get_running_loop().time() + self._slot_wait_s
         while len(self._served) - 1 >= self._max_versions:
-            pinned = self._pinned()
-            free = [v for v in self._served if v not in (0, self.newest()) and v not in pinned]
-            if free:
-                oldest = min(free)
-                del self._served[oldest]
-                await self._unload(oldest)
-                self._state = replace(self._state, versions=tuple(sorted(self._served)))
-            elif asyncio.get_running_loop().time() > give_up:
+            pinned = set(self._pinned())
+            if await self._unload_oldest(pinned):
+                continue
+            if asyncio.get_running_loop().time() > give_up:
                 raise AdapterError(
                     "no room for another version: open episodes hold the old ones",
-                    value=f"{sorted(set(pinned) & set(self._served))} pinned",
+                    value=f"{sorted(pinned & set(self._served))} held",
                     limit=f"{self._max_versions} versions",
                     remedy="raise adapters.max_versions or open episodes with version_policy"
                     " refresh",
                 )
-            else:
-                await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_S)
+
+    async def _unload_oldest(self, pinned: Collection[int]) -> bool:
+        """Unload the oldest version that nothing holds; whether there was one."""
+        for version in sorted(set(self._served) - set(pinned) - {0, self.newest()}):
+            try:
+                await self._unload(version)
+            except AdapterError:
+                # A turn of an episode that refreshes still runs on it.
+                continue
+            del self._served[version]
+            self._state = replace(self._state, versions=tuple(sorted(self._served)))
+            return True
+        return False
 
     async def _unload(self, version: int) -> None:
         await self._engine.unload_adapter(version)

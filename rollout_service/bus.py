@@ -73,9 +73,15 @@ class ControlBus:
         self._unsent.set()
 
     async def announcements(self) -> AsyncIterator[PolicyAnnouncement]:
-        """The policies as they are announced, the retained one first; repeats are possible."""
+        """The newest announced policy, the retained one first; repeats are possible.
+
+        What was announced and replaced while the caller was busy is left out.
+        """
         while True:
-            yield await self._announcements.get()
+            announcement = await self._announcements.get()
+            while not self._announcements.empty():
+                announcement = self._announcements.get_nowait()
+            yield announcement
 
     async def _run(self) -> None:
         delay_s = _FIRST_DELAY_S

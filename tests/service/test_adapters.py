@@ -1,0 +1,274 @@
+"""Hot LoRA versions on the real engine: proved when served, named when refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import redis.asyncio
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from harness_sdk import control
+from harness_sdk.cli.embedded import embedded_valkey
+from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from rollout_service.adapters import Adapters
+from rollout_service.engine.transformers import TransformersEngine
+from rollout_service.stream import EpisodeStream
+from tests.tiny_models import LORA_TARGETS, save_tiny_model
+
+# peft 0.21 reads the name that transformers 5.24 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+
+PROBE = (5, 6, 7, 8, 9, 10)
+RANK, ALPHA = 4, 8.0
+
+
+@dataclass(slots=True)
+class Replica:
+    """An engine with its adapters, and a source of announcements for it."""
+
+    engine: TransformersEngine
+    adapters: Adapters
+    model: Path
+    folder: Path
+    pinned: set[int] = field(default_factory=set)
+
+    def announce(self, version: int, folder: Path, *, uri: str = "") -> PolicyAnnouncement:
+        """What a trainer would announce for `folder`."""
+        data = (folder / control.ADAPTER_FILE).read_bytes()
+        return PolicyAnnouncement(
+            version=version,
+            sha256=hashlib.sha256(data).hexdigest(),
+            num_tensors=len(load_file(folder / control.ADAPTER_FILE)),
+            rank=RANK,
+            alpha=ALPHA,
+            uri=uri or folder.as_uri(),
+            base_model=self.engine.info.model_hash,
+            probe_token_ids=PROBE,
+        )
+
+    def adapter(self, seed: int) -> Path:
+        """A random adapter in PEFT's format, written by PEFT."""
+        folder = self.folder / f"seed-{seed}"
+        _peft_model(self.model, seed).save_pretrained(str(folder))
+        return folder
+
+    def edited(self, name: str, edit: Any) -> Path:
+        """A copy of a good adapter whose tensors `edit` changed."""
+        source, folder = self.adapter(99), self.folder / name
+        tensors = load_file(source / control.ADAPTER_FILE)
+        edit(tensors)
+        folder.mkdir()
+        save_file(tensors, folder / control.ADAPTER_FILE)
+        config = (source / control.ADAPTER_CONFIG_FILE).read_text()
+        (folder / control.ADAPTER_CONFIG_FILE).write_text(config)
+        return folder
+
+
+def _peft_model(model: Path, seed: int) -> peft.PeftModel:
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=int(ALPHA), target_modules=LORA_TARGETS["qwen3_5"], task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(base, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return adapted
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
+
+
+@pytest.fixture
+async def replica(model: Path, tmp_path: Path) -> AsyncIterator[Replica]:
+    engine = TransformersEngine(str(model))
+    await engine.start()
+    pinned: set[int] = set()
+
+    adapters = _adapters(engine, tmp_path / "cache", pinned=pinned, fetch=_never)
+    yield Replica(engine, adapters, model, tmp_path, pinned)
+    await adapters.close()
+    await engine.close()
+    assert not (tmp_path / "cache").exists()
+
+
+def _adapters(
+    engine: TransformersEngine, folder: Path, *, pinned: Collection[int] = (), **options: Any
+) -> Adapters:
+    state = ReplicaState(replica_id="r", alive=True, address="127.0.0.1:1", versions=(0,))
+    return Adapters(
+        engine, state, run="test", folder=folder, pinned=lambda: pinned,
+        **{"max_versions": 2, "slot_wait_s": 0.2, **options},
+    )  # fmt: skip
+
+
+def _reference_logprobs(model: Path, seed: int) -> list[float]:
+    with torch.no_grad():
+        logits = _peft_model(model, seed).eval()(torch.tensor([PROBE])).logits[0]
+    logprobs = logits.log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(PROBE[1:])]
+
+
+async def test_good_adapter_serves_with_its_own_bytes_and_peft_s_probe(replica: Replica) -> None:
+    folder = replica.adapter(1)
+    state = await replica.adapters.apply(replica.announce(1, folder))
+    assert (state.versions, state.error, state.error_version) == ((0, 1), "", 0)
+    assert replica.adapters.newest() == 1
+    tensors = load_file(folder / control.ADAPTER_FILE)
+    assert state.checksums == {
+        name: hashlib.sha256(tensor.numpy().astype("<f4").tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+    assert state.probe_logprobs == pytest.approx(_reference_logprobs(replica.model, 1), abs=1e-4)
+    base = await replica.engine.score(PROBE, policy_version=0)
+    assert max(abs(a - b) for a, b in zip(base, state.probe_logprobs, strict=True)) > 0.01
+    # A repeat, as brokers send them, changes nothing.
+    assert await replica.adapters.apply(replica.announce(1, folder)) is state
+
+
+def _drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.layers.0.mlp.router.lora_A.weight"] = torch.zeros(RANK, 48)
+
+
+def _reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] = torch.zeros(81, RANK)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (_drop, "layers.0.mlp.up_proj.lora_A.weight"),
+        (_add, "layers.0.mlp.router.lora_A.weight"),
+        (_reshape, "layers.1.mlp.up_proj.lora_B.weight"),
+    ],
+    ids=["missing", "unknown", "misshaped"],
+)
+async def test_bad_tensor_is_refused_by_name_and_the_old_version_serves(
+    replica: Replica, edit: Any, named: str
+) -> None:
+    good = await replica.adapters.apply(replica.announce(1, replica.adapter(1)))
+    bad = replica.edited("bad", edit)
+    state = await replica.adapters.apply(replica.announce(2, bad))
+    assert named in state.error
+    assert state.error_version == 2
+    assert (state.versions, state.checksums) == (good.versions, good.checksums)
+    assert replica.adapters.newest() == 1
+    scores = await replica.engine.score(PROBE, policy_version=1)
+    assert scores == good.probe_logprobs
+    # The next good one clears the error.
+    state = await replica.adapters.apply(replica.announce(3, replica.adapter(3)))
+    assert (state.versions, state.error) == ((0, 1, 3), "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"sha256": "0" * 64}, "sha256 of adapter 2"),
+        ({"num_tensors": 3}, "number of tensors of adapter 2"),
+        ({"base_model": "another"}, "another base model"),
+        ({"rank": RANK + 1}, "rank of adapter 2"),
+        ({"alpha": 1.0}, "alpha of adapter 2"),
+        ({"version": 1}, "not newer"),
+        ({"version": 0}, "not newer"),
+        ({"probe_token_ids": (1,)}, "probe"),
+        ({"uri": "https://host/adapter"}, "nowhere that this replica looks"),
+        ({"uri": "redis:octopus:other:adapter:2"}, "nowhere that this replica looks"),
+        ({"uri": "file:///nowhere"}, "has no adapter_model.safetensors"),
+    ],
+)
+async def test_wrong_announcement_is_refused_with_its_reason(
+    replica: Replica, changed: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await replica.adapters.apply(replica.announce(1, replica.adapter(1)))
+    announcement = replace(replica.announce(2, replica.adapter(2)), **changed)
+    with caplog.at_level(logging.ERROR):
+        state = await replica.adapters.apply(announcement)
+    assert named in state.error
+    assert named in caplog.text
+    assert state.versions == (0, 1)
+    assert replica.adapters.newest() == 1
+
+
+async def test_pickled_adapter_is_never_read(replica: Replica) -> None:
+    folder = replica.adapter(1)
+    announcement = replica.announce(1, folder)
+    (folder / control.ADAPTER_FILE).rename(folder / "adapter_model.bin")
+    state = await replica.adapters.apply(announcement)
+    assert "has no adapter_model.safetensors" in state.error
+    (folder / control.ADAPTER_FILE).write_bytes(b"\x80\x04")
+    sha256 = hashlib.sha256(b"\x80\x04").hexdigest()
+    state = await replica.adapters.apply(replace(announcement, sha256=sha256))
+    assert "no safetensors file" in state.error
+
+
+async def test_oversize_adapter_is_refused(replica: Replica, tmp_path: Path) -> None:
+    small = _adapters(replica.engine, tmp_path / "small", fetch=_never, max_bytes=100)
+    state = await small.apply(replica.announce(1, replica.adapter(1)))
+    assert "too large" in state.error
+    assert "100 bytes" in state.error
+
+
+async def test_old_versions_go_when_nothing_holds_them(replica: Replica) -> None:
+    folders = [replica.adapter(seed) for seed in range(1, 5)]
+    for version in (1, 2):
+        await replica.adapters.apply(replica.announce(version, folders[version - 1]))
+    replica.pinned.update({0, 1})
+    state = await replica.adapters.apply(replica.announce(3, folders[2]))
+    # 1 is held by an episode and 2 is the newest: nothing may go.
+    assert "open episodes hold the old ones; got [0, 1] held; allowed: 2" in state.error
+    assert state.versions == (0, 1, 2)
+    replica.pinned.discard(1)
+    state = await replica.adapters.apply(replica.announce(3, folders[2]))
+    assert (state.versions, state.error) == ((0, 2, 3), "")
+    assert sorted(path.name for path in (replica.folder / "cache").iterdir()) == [
+        "version-2", "version-3",
+    ]  # fmt: skip
+    with pytest.raises(Exception, match="not loaded"):
+        await replica.engine.score(PROBE, policy_version=1)
+
+
+async def test_adapter_comes_through_redis(replica: Replica, tmp_path: Path) -> None:
+    folder = replica.adapter(1)
+    data = (folder / control.ADAPTER_FILE).read_bytes()
+    async with (
+        embedded_valkey(tmp_path / "valkey") as url,
+        EpisodeStream(url, "test") as stream,
+        redis.asyncio.Redis.from_url(url) as client,
+    ):
+
+        async def fetch(version: int, target: Path) -> None:
+            await stream.fetch_adapter(version, target, max_bytes=1 << 20)
+
+        adapters = _adapters(replica.engine, tmp_path / "through", fetch=fetch)
+        uri = f"redis:{control.adapter_key('test', 1)}"
+        state = await adapters.apply(replica.announce(1, folder, uri=uri))
+        assert "not in Redis" in state.error
+        meta: dict[Any, Any] = {
+            "num_chunks": 1, "num_bytes": len(data),
+            "config": json.dumps(json.loads((folder / control.ADAPTER_CONFIG_FILE).read_text())),
+        }  # fmt: skip
+        await client.set(control.adapter_chunk_key("test", 1, 0), data)
+        await client.hset(control.adapter_meta_key("test", 1), mapping=meta)
+        state = await adapters.apply(replica.announce(1, folder, uri=uri))
+        assert (state.versions, state.error) == ((0, 1), "")
+
+
+async def _never(version: int, folder: Path) -> None:
+    raise AssertionError("no adapter travels through Redis here")
