@@ -5,6 +5,7 @@ from harness_sdk.episode import Episode, QueuedEvent
 from harness_sdk.errors import HarnessError
 from harness_sdk.options import RetryPolicy, Timeouts, TlsOptions
 from harness_sdk.thread import Thread
+from harness_sdk.tool_loop import LoopEvent, LoopResult, ToolLoop, ToolLoopOptions
 from harness_sdk.tools import Tool
 from harness_sdk.types import (
     PRIMITIVES,
@@ -33,6 +34,8 @@ __all__ = [
     "EpisodeResult",
     "HarnessError",
     "Limits",
+    "LoopEvent",
+    "LoopResult",
     "Message",
     "OctopusClient",
     "QueuedEvent",
@@ -50,5 +53,7 @@ __all__ = [
     "TokenDelta",
     "Tool",
     "ToolCall",
+    "ToolLoop",
+    "ToolLoopOptions",
     "Turn",
 ]

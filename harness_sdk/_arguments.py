@@ -41,7 +41,7 @@ def json_schema(annotation: Any, where: str = "a value") -> dict[str, Any]:
         return _object_schema(annotation, where)
     raise ConfigError(
         f"{where} has a type that JSON cannot express",
-        value=annotation,
+        value=str(cast(object, annotation)),
         limit="str, int, float, bool, list, tuple, dict, Literal, Enum, Optional, dataclass, Any",
     )
 

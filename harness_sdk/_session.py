@@ -21,15 +21,23 @@ class Session:
         episode_id: The episode's id.
         timeouts: Deadlines of its calls.
         sampling: What a turn takes that says nothing else.
+        primitives: Branching tools that the model is offered.
         limits: The budgets that the service granted.
     """
 
     def __init__(
-        self, rpc: Rpc, episode_id: str, timeouts: Timeouts, sampling: SamplingOptions
+        self,
+        rpc: Rpc,
+        episode_id: str,
+        timeouts: Timeouts,
+        *,
+        sampling: SamplingOptions,
+        primitives: tuple[str, ...],
     ) -> None:
         self.episode_id = episode_id
         self.timeouts = timeouts
         self.sampling = sampling
+        self.primitives = primitives
         self.limits = Limits()
         self._rpc = rpc
         self._closed: HarnessError | None = ClientClosed(

@@ -166,7 +166,7 @@ def message_from_proto(proto: pb.Message) -> types.Message:
             "unknown message role", value=proto.role, limit="system, user, assistant, tool"
         )
     return types.Message(
-        role=cast(types.Role, proto.role),
+        role=proto.role,
         content=proto.content,
         name=proto.name,
         tool_call_id=proto.tool_call_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any, cast
 
 from harness_sdk.errors import ProtocolError
 
@@ -113,7 +114,7 @@ class ReplicaState:
     alive: bool
     address: str = ""
     versions: tuple[int, ...] = ()
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of the newest version, read back from the buffers that serve: tensor name -> sha256."""
     probe_logprobs: tuple[float, ...] = ()
     """Nats, of `probe_token_ids[1:]` under the newest version."""
@@ -142,11 +143,11 @@ class ReplicaState:
             raise ProtocolError("not a replica state", value=payload[:200]) from error
 
 
-def _object(payload: str | bytes) -> dict:
+def _object(payload: str | bytes) -> dict[str, Any]:
     try:
-        data = json.loads(payload)
+        data: object = json.loads(payload)
     except ValueError as error:
         raise ProtocolError("control message is no JSON", value=payload[:200]) from error
     if not isinstance(data, dict):
         raise ProtocolError("control message is no JSON object", value=payload[:200])
-    return data
+    return cast("dict[str, Any]", data)

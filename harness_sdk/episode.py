@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from harness_sdk import _channel, _wire
 from harness_sdk._channel import Rpc
@@ -76,7 +76,13 @@ class Episode:
         """Policy that the episode began with."""
         self.result: EpisodeResult | None = None
         """What closing it left behind; None while it is open."""
-        self._session = Session(rpc, options.episode_id, timeouts, options.sampling)
+        self._session = Session(
+            rpc,
+            options.episode_id,
+            timeouts,
+            sampling=options.sampling,
+            primitives=options.primitives,
+        )
         self._root: Thread | None = None
         self._group = asyncio.TaskGroup()
         self._watcher: asyncio.Task[None] | None = None
@@ -334,7 +340,10 @@ def _first_failure(
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     found: list[BaseException] = []
     for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+        if isinstance(error, BaseExceptionGroup):
+            found += _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            found.append(error)
     return found
 
 

@@ -10,11 +10,11 @@ from collections.abc import (
     AsyncGenerator,
     Callable,
     Coroutine,
-    Iterator,
+    Generator,
     Mapping,
     Sequence,
 )
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from harness_sdk import _channel, _wire
 from harness_sdk._session import Session
@@ -88,6 +88,11 @@ class Thread:
     def episode_id(self) -> str:
         """Id of the episode."""
         return self._session.episode_id
+
+    @property
+    def primitives(self) -> tuple[str, ...]:
+        """Branching tools that the episode's model is offered."""
+        return self._session.primitives
 
     @property
     def ended(self) -> bool:
@@ -338,7 +343,7 @@ class Thread:
         return result
 
     @contextlib.contextmanager
-    def _call(self, action: str, context: pb.CallContext) -> Iterator[None]:
+    def _call(self, action: str, context: pb.CallContext) -> Generator[None, None, None]:
         self._session.check_open()
         if self.ended:
             raise ThreadEnded(
@@ -412,7 +417,9 @@ def as_messages(messages: Messages) -> list[Message]:
 def _tools_json(tools: Tools | None) -> str:
     if not tools:
         return ""
-    schemas = [tool if isinstance(tool, Mapping) else tool_schema(tool) for tool in tools]
+    schemas: list[ToolSchema] = [
+        cast(ToolSchema, tool) if isinstance(tool, Mapping) else tool_schema(tool) for tool in tools
+    ]
     return json.dumps(schemas, ensure_ascii=False)
 
 

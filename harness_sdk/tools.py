@@ -115,13 +115,8 @@ class Tool:
             for name, value in arguments.items()
         }
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Check `arguments`, run the function (in a thread where it is not async), return text.
-
-        Raises:
-            InvalidRequest: The arguments do not fit; the function has not run.
-        """
-        bound = self.bind(arguments)
+    async def run(self, bound: Mapping[str, Any]) -> str:
+        """Run the function on what `bind` returned, in a thread where it is not async."""
         if inspect.iscoroutinefunction(self.function):
             return as_text(await self.function(**bound))
         result = await asyncio.to_thread(self.function, **bound)

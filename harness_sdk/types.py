@@ -252,7 +252,7 @@ class ServerStatus:
     kv_use: float
     policy_versions: tuple[int, ...]
     uptime_s: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 ToolSchema = Mapping[str, Any]
