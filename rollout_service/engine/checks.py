@@ -9,19 +9,23 @@ from rollout_service.cursors import Cursor
 from rollout_service.engine.base import EngineInfo
 
 
-def check_cursor(info: EngineInfo, cursor: Cursor, *, num_more: int = 0) -> None:
+def check_cursor(info: EngineInfo, cursor: Cursor, *, num_more: int = 0) -> int:
     """Refuse a cursor that the model cannot compute.
 
     Args:
         info: The engine's limits.
-        cursor: The cursor about to be computed.
-        num_more: Tokens that will be sampled after it.
+        cursor: The cursor about to be computed; without tokens only where more follow.
+        num_more: Tokens that must fit after it.
+
+    Returns:
+        How many tokens fit after it.
 
     Raises:
         InvalidRequest: No tokens, a token outside the vocabulary, a span outside its source.
         BudgetExhausted: A rotary position or the visible length would pass the model's.
     """
-    check_token_ids(info, cursor.token_ids)
+    if cursor.token_ids or not num_more:
+        check_token_ids(info, cursor.token_ids)
     for mount in cursor.mounts:
         if not 0 <= mount.begin < mount.end <= len(mount.source.token_ids):
             raise InvalidRequest(
@@ -37,6 +41,7 @@ def check_cursor(info: EngineInfo, cursor: Cursor, *, num_more: int = 0) -> None
             limit=info.max_positions,
             remedy="rewind, mount less, or fork from an earlier step",
         )
+    return info.max_positions - needed + num_more
 
 
 def check_token_ids(info: EngineInfo, token_ids: Sequence[int]) -> None:

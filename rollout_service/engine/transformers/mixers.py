@@ -1,0 +1,138 @@
+"""Forward passes of the recurrent mixers over a strip, by Hugging Face class name.
+
+They replace the mixers' own forwards per instance, so that every segment starts from its run's
+state. A new architecture adds one function and its lines in `MIXERS`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rollout_service.engine.transformers.recurrent import causal_conv, l2_normalised, scan
+from rollout_service.engine.transformers.strip import State, Strip
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """How one class of recurrent mixer is computed."""
+
+    forward: Callable[..., Tensor]
+    """Bound to the instance; takes `hidden_states` `[1, T, hidden]` and `strip`."""
+    state_shape: Callable[[Any], tuple[int, int, int]]
+    """Heads, key and value dimension of the recurrent state."""
+
+
+def install_mixer(module: nn.Module, dtype: torch.dtype) -> State:
+    """Make `module` compute over strips; returns its state before the first token."""
+    mixer = MIXERS[type(module).__name__]
+    module.forward = types.MethodType(mixer.forward, module)
+    weight = module.get_parameter("conv1d.weight")
+    conv = torch.zeros(weight.shape[0], weight.shape[-1] - 1, dtype=dtype, device=weight.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    return conv, torch.zeros(mixer.state_shape(module), dtype=wide, device=weight.device)
+
+
+def gated_delta_net_forward(
+    self: Any, hidden_states: Tensor, *args: Any, strip: Strip, **kwargs: Any
+) -> Tensor:
+    """Qwen3.5's gated delta net."""
+    hidden = hidden_states[0]
+    mixed = self.in_proj_qkv(hidden)
+    z = self.in_proj_z(hidden)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    beta = self.in_proj_b(hidden).to(wide).sigmoid()
+    gate = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias)
+    output = hidden.new_empty(hidden.shape[0], self.num_v_heads, self.head_v_dim)
+    for group in strip.groups:
+        conv, state = group.states(self.layer_idx)
+        inputs, conv = causal_conv(
+            group.pack(mixed),
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            conv,
+            group.lengths,
+        )
+        query, key, value = inputs.to(wide).split([self.key_dim, self.key_dim, self.value_dim], -1)
+        query = l2_normalised(query.unflatten(-1, (-1, self.head_k_dim))) * self.head_k_dim**-0.5
+        key = l2_normalised(key.unflatten(-1, (-1, self.head_k_dim)))
+        value = value.unflatten(-1, (-1, self.head_v_dim))
+        mixed_values, state = scan(
+            _expand_heads(query, self.num_v_heads),
+            _expand_heads(key, self.num_v_heads),
+            value,
+            group.masked(group.pack(gate)),
+            group.masked(group.pack(beta)),
+            state,
+        )
+        group.unpack(mixed_values.to(hidden.dtype), output)
+        group.set_states(self.layer_idx, conv, state)
+    normed = self.norm(output.flatten(0, 1), z.reshape(-1, self.head_v_dim))
+    return self.out_proj(normed.view(1, hidden.shape[0], -1))
+
+
+def mamba2_forward(
+    self: Any, hidden_states: Tensor, *args: Any, strip: Strip, **kwargs: Any
+) -> Tensor:
+    """Granite's Mamba-2 layer."""
+    hidden = hidden_states[0]
+    z, mixed, steps = self.in_proj(hidden).split(
+        [self.intermediate_size, self.conv_dim, self.num_heads], dim=-1
+    )
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    steps = F.softplus(steps + self.dt_bias).clamp(*self.time_step_limit).to(wide)
+    decay = -self.A_log.to(wide).exp()
+    output = hidden.new_empty(hidden.shape[0], self.num_heads, self.head_dim, dtype=wide)
+    width = self.n_groups * self.ssm_state_size
+    for group in strip.groups:
+        conv, state = group.states(self.layer_idx)
+        inputs, conv = causal_conv(
+            group.pack(mixed),
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            conv,
+            group.lengths,
+        )
+        values, key, query = inputs.to(wide).split([self.intermediate_size, width, width], -1)
+        values = values.unflatten(-1, (-1, self.head_dim))
+        step = group.masked(group.pack(steps))
+        scanned, state = scan(
+            _expand_heads(query.unflatten(-1, (self.n_groups, -1)), self.num_heads),
+            _expand_heads(key.unflatten(-1, (self.n_groups, -1)), self.num_heads),
+            values * step.unsqueeze(-1),
+            step * decay,
+            None,
+            state,
+        )
+        group.unpack(scanned + self.D.to(wide)[:, None] * values, output)
+        group.set_states(self.layer_idx, conv, state)
+    normed = self.norm(output.flatten(1), z)
+    return self.out_proj(normed.to(hidden.dtype).unsqueeze(0))
+
+
+def _expand_heads(values: Tensor, num_heads: int) -> Tensor:
+    """Repeat each of `[N, L, G, K]`'s groups for its consecutive heads: `[N, L, H, K]`."""
+    repeats = num_heads // values.shape[2]
+    return values if repeats == 1 else values.repeat_interleave(repeats, dim=2)
+
+
+def _gated_delta_shape(module: Any) -> tuple[int, int, int]:
+    return module.num_v_heads, module.head_k_dim, module.head_v_dim
+
+
+def _mamba2_shape(module: Any) -> tuple[int, int, int]:
+    return module.num_heads, module.ssm_state_size, module.head_dim
+
+
+MIXERS: dict[str, Mixer] = {
+    "Qwen3_5GatedDeltaNet": Mixer(gated_delta_net_forward, _gated_delta_shape),
+    "Qwen3_5MoeGatedDeltaNet": Mixer(gated_delta_net_forward, _gated_delta_shape),
+    "GraniteMoeHybridMambaLayer": Mixer(mamba2_forward, _mamba2_shape),
+}
+"""Qwen3-Next fuses its input projections and takes a function of its own here."""
