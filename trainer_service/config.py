@@ -75,6 +75,8 @@ class BatchOptions(Options):
     """Passes over the file of records."""
     max_strip_tokens: int = Field(default=16_384, ge=1)
     """Packed tokens of one forward and backward; a longer episode is a strip of its own."""
+    advantages: Literal["leave_one_out", "group_mean"] = "leave_one_out"
+    """Baseline of a group's episodes."""
 
 
 class LossOptions(Options):
@@ -131,6 +133,8 @@ class RedisOptions(Options):
     """Address of Redis or Valkey."""
     consumer: str = "trainer-0"
     """Name in the consumer group; a restarted trainer keeps it."""
+    patience_s: float = Field(default=300.0, gt=0)
+    """Seconds without the server that stop the trainer."""
     claim_idle_s: float = Field(default=60.0, gt=0)
     """Entries that another consumer left so long are taken over."""
 
@@ -140,13 +144,15 @@ class MqttOptions(Options):
 
     url: str = Field(default="mqtt://127.0.0.1:1883", json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
     """Address of the broker."""
+    patience_s: float = Field(default=60.0, gt=0)
+    """Seconds without the broker that stop the trainer."""
 
 
 class PublishOptions(Options):
     """How a new version reaches the replicas."""
 
-    enabled: bool = True
-    """Off trains without a control bus, as sft from a file does."""
+    enabled: bool | None = None
+    """Off trains without a control bus; unset is on for the stream, off for a file of records."""
     via: Literal["redis", "folder"] = "redis"
     """Adapter in chunks through Redis, or in the run folder that every replica can read."""
     ack_timeout_s: float = Field(default=60.0, gt=0)
@@ -193,6 +199,13 @@ class TrainerConfig(Options):
     def needs_groups(self) -> bool:
         """Whether the objective compares episodes of a group."""
         return self.objective in GROUP_OBJECTIVES
+
+    @property
+    def publishes(self) -> bool:
+        """Whether new versions go to replicas."""
+        if self.publish.enabled is not None:
+            return self.publish.enabled
+        return self.batch.records is None
 
     @property
     def max_policy_lag(self) -> int:
@@ -246,7 +259,7 @@ class TrainerConfig(Options):
         batch = self.batch
         group_only = (
             "max_policy_lag", "staleness", "groups_per_step", "group_size", "min_group",
-            "group_deadline_s",
+            "group_deadline_s", "advantages",
         )  # fmt: skip
         for name in group_only:
             if name in batch.model_fields_set and getattr(batch, name) is not None:

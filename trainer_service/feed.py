@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections import Counter
@@ -130,6 +131,7 @@ class StreamFeed:
         """Entries used and dropped since the last checkpoint, and what must not come again."""
         self._consuming += self._collector.pop_finished_entries()
         return {
+            **self._before,
             "consumed": list(self._consuming),
             "recent": self._stream.recent_episodes(self._consuming),
             "closed_groups": list(self._collector.closed),
@@ -222,7 +224,10 @@ class FileFeed:
                 value=f"{path}, dropped: {dict(self._dropped)}",
                 remedy="lower batch.min_reward or give another file",
             )
-        self._position = int(state.get("position", 0))
+        self._sha256 = _sha256(path)
+        self._before = state
+        same = state.get("records_sha256") == self._sha256
+        self._position = int(state["position"]) if same else 0
         self._epoch, self._order = -1, [0]
 
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
@@ -235,8 +240,8 @@ class FileFeed:
         return Batch(groups=tuple(self._group(place) for place in chosen))
 
     def state(self) -> dict[str, Any]:
-        """Position over all epochs."""
-        return {"position": self._position}
+        """Position over all epochs of this file; what the stream left is kept."""
+        return {**self._before, "records_sha256": self._sha256, "position": self._position}
 
     async def settle(self) -> None:
         """The checkpoint alone is this feed's memory."""
@@ -262,11 +267,18 @@ class FileFeed:
         return self._groups[self._order[offset]]
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def excluded(record: EpisodeRecord, min_reward: float | None) -> str:
     """Why an episode is no demonstration; empty where it is one."""
     reason = StopReason(record.stop_reason)
     if reason.is_infrastructure:
         return reason.value
+    if not record.num_tokens:
+        return "empty"
     if min_reward is not None and outcome(record) < min_reward:
         return "low_reward"
     return ""

@@ -145,11 +145,6 @@ class GroupAssembler:
         entries, self._finished_entries = self._finished_entries, []
         return entries
 
-    def drop_taken(self, groups: list[Group], cause: str) -> None:
-        """Count groups that `take` returned and the step could not use."""
-        self.dropped_groups[cause] += len(groups)
-        self.dropped_episodes[cause] += sum(len(group.episodes) for group in groups)
-
     def _close(self, group_id: str) -> None:
         group = self._open.pop(group_id)
         self._closed[group_id] = None
@@ -193,6 +188,8 @@ def failure(record: EpisodeRecord) -> str:
     reason = StopReason(record.stop_reason)
     if reason.is_infrastructure:
         return reason.value
+    if not record.num_tokens:
+        return "empty"
     if record.reward is None and reason not in _POLICY_FAILURES:
         return "unscored"
     return ""

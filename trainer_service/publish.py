@@ -75,21 +75,26 @@ class Publisher:
         self._bus = bus
         self._served: Served | None = None
 
-    async def publish(self, served: Served) -> PublishReport:
+    async def publish(self, served: Served, *, min_replicas: int = 0) -> PublishReport:
         """Store, announce, and wait for what the live replicas say.
+
+        Args:
+            served: The version.
+            min_replicas: Replicas that must serve it in time.
 
         Raises:
             AdapterError: A replica refused the version, or serves something else.
-            Unavailable: Fewer than `publish.min_replicas` serve it in time.
+            Unavailable: Fewer than `min_replicas` serve it in time.
         """
         begin = time.monotonic()
         announcement = await self._store(served)
         asked = _live(self._bus.replicas)
-        await self._announce(announcement, asked, begin + self._config.publish.ack_timeout_s)
+        give_up = begin + self._config.publish.ack_timeout_s
+        await self._announce(announcement, asked, min_replicas, give_up)
         self._served = served
         self.check()
         report = self._report(served, asked, time.monotonic() - begin)
-        self._judge(report)
+        self._judge(report, min_replicas)
         await self._forget_old(served.version)
         return report
 
@@ -106,14 +111,18 @@ class Publisher:
                 verify(state, self._served, self._config.probe_tolerance)
 
     async def _announce(
-        self, announcement: PolicyAnnouncement, asked: frozenset[str], give_up: float
+        self,
+        announcement: PolicyAnnouncement,
+        asked: frozenset[str],
+        min_replicas: int,
+        give_up: float,
     ) -> None:
-        """Announce until all of `asked` have answered, or until `give_up`."""
+        """Announce until all of `asked` and `min_replicas` have answered, or until `give_up`."""
         while True:
             await self._bus.announce(announcement)
             left = give_up - time.monotonic()
             settled = await self._bus.wait_until(
-                lambda replicas: self._settled(replicas, asked, announcement.version),
+                lambda replicas: _settled(replicas, asked, announcement.version, min_replicas),
                 max(0.0, min(left, REPEAT_S)),
             )
             if settled or left <= REPEAT_S:
@@ -137,11 +146,6 @@ class Publisher:
             probe_token_ids=served.probe_token_ids,
         )
 
-    def _settled(self, replicas: Replicas, asked: frozenset[str], version: int) -> bool:
-        answered = {name for name, state in replicas.items() if _answered(state, version)}
-        waiting = {name for name in asked if name in replicas and replicas[name].alive} - answered
-        return not waiting and len(answered) >= self._config.publish.min_replicas
-
     def _report(self, served: Served, asked: frozenset[str], seconds: float) -> PublishReport:
         live = {name: state for name, state in self._bus.replicas.items() if state.alive}
         serving = {name: state for name, state in live.items() if _serves(state, served.version)}
@@ -154,8 +158,7 @@ class Publisher:
             seconds=seconds,
         )
 
-    def _judge(self, report: PublishReport) -> None:
-        needed = self._config.publish.min_replicas
+    def _judge(self, report: PublishReport, needed: int) -> None:
         if len(report.acknowledged) < needed:
             raise Unavailable(
                 f"too few replicas serve version {report.version}",
@@ -215,6 +218,12 @@ def _faults(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
         f"{name} differs" for name in expected if name in found and found[name] != expected[name]
     ]
     return sorted(missing) + sorted(unknown) + sorted(differing)
+
+
+def _settled(replicas: Replicas, asked: frozenset[str], version: int, min_replicas: int) -> bool:
+    answered = {name for name, state in replicas.items() if _answered(state, version)}
+    waiting = {name for name in asked if name in replicas and replicas[name].alive} - answered
+    return not waiting and len(answered) >= min_replicas
 
 
 def _probe_delta(state: ReplicaState, served: Served) -> float:

@@ -226,9 +226,10 @@ async def test_silent_replica_costs_the_timeout_and_is_reported(
         report = await Publisher(config, link, bus).publish(_served(tmp_path / "a"))
         assert (report.acknowledged, report.silent) == (("good",), ("mute",))
         assert 0.3 <= report.seconds < 2.0
-        both = _config(ack_timeout_s=0.3, min_replicas=2)
         with pytest.raises(Unavailable, match=r"1 after .* silent: mute.*2 and more"):
-            await Publisher(both, link, bus).publish(_served(tmp_path / "a", version=2))
+            await Publisher(config, link, bus).publish(
+                _served(tmp_path / "a", version=2), min_replicas=2
+            )
 
 
 async def test_late_answer_is_compared_at_the_next_check(

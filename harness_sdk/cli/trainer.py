@@ -1,0 +1,66 @@
+"""`octopus trainer`: the trainer service of a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+
+if TYPE_CHECKING:
+    from trainer_service.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    from trainer_service.config import TrainerConfig
+
+    add_config_arguments(parser, TrainerConfig)
+    parser.add_argument(
+        "--records",
+        metavar="FILE",
+        help="train on a file of records, the same as --batch.records FILE",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train until --max-steps, the end of the records, SIGINT or SIGTERM."""
+    from trainer_service.config import TrainerConfig
+
+    overrides = list(args.overrides)
+    if args.records is not None:
+        overrides += ["--batch.records", args.records]
+    config = load_config(TrainerConfig, args.config, overrides)
+    if args.dry_run:
+        sys.stdout.write(render_config(config, args.dry_run))
+        return 0
+    resolved = render_config(config, "json")
+    logger.info("configuration: %s", " ".join(resolved.split()))
+    config.folder.mkdir(parents=True, exist_ok=True)
+    (config.folder / "config.json").write_text(resolved, "utf-8")
+    asyncio.run(_train(config))
+    return 0
+
+
+async def _train(config: TrainerConfig) -> None:
+    """The first signal ends after the step in progress, the second one at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask_to_stop(number: signal.Signals) -> None:
+        logger.info("%s: ending after this step; once more ends at once", number.name)
+        stop.set()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, ask_to_stop, each)
+    # torch and transformers are imported from here on, off the event loop.
+    train = (await asyncio.to_thread(__import__, "trainer_service.loop", fromlist=["train"])).train
+    await train(config, stop)

@@ -1,0 +1,305 @@
+"""The trainer's life: read, group, step, checkpoint, acknowledge, publish, grant, report.
+
+The order is the promise: nothing is acknowledged or published before its checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness_sdk.errors import ConfigError, EngineError
+from harness_sdk.record import EpisodeRecord, record_from_bytes
+from harness_sdk.types import StopReason
+from trainer_service.bus import ControlBus
+from trainer_service.config import TrainerConfig
+from trainer_service.dag import pack_episodes
+from trainer_service.feed import Batch, Demonstrations, Feed, FileFeed, StreamFeed
+from trainer_service.groups import GroupAssembler
+from trainer_service.metrics import report
+from trainer_service.publish import Publisher
+from trainer_service.run_state import Progress, RunState, probe_tokens
+from trainer_service.step import StepResult, train_step
+from trainer_service.stream import EpisodeStream, RedisLink, grant_permits
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""After a stop, what Redis and the broker still get to finish; a restart catches up with it."""
+
+T = TypeVar("T")
+
+
+async def train(config: TrainerConfig, stop: asyncio.Event) -> Progress:
+    """Train until `max_steps`, the end of the records, or `stop`.
+
+    Args:
+        config: Of the service; `config.folder` takes checkpoints, adapters and metrics.
+        stop: Set it to end after the step in progress.
+
+    Raises:
+        ConfigError: Episodes, checkpoint and configuration do not fit together.
+        AdapterError: A replica serves something else than the newest version.
+        Unavailable: Redis, the broker or enough replicas stayed away.
+    """
+    for name in ("checkpoints", "adapters"):
+        (config.folder / name).mkdir(parents=True, exist_ok=True)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_locked(config.folder))
+        run = await asyncio.to_thread(RunState.load, config)
+        link = bus = None
+        if config.batch.records is None or config.publishes:
+            link = RedisLink(config.redis.url, patience_s=config.redis.patience_s)
+            stack.push_async_callback(link.close)
+        if config.publishes:
+            bus = ControlBus(config.mqtt.url, config.run, patience_s=config.mqtt.patience_s)
+            if await unless_stopped(stop, stack.enter_async_context(bus)) is None:
+                return run.progress
+        loop = _Loop(config, run, stop, link, bus)
+        return await loop.run()
+
+
+class _Loop:
+    """Steps of one process, over what `train` has opened."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        run: RunState,
+        stop: asyncio.Event,
+        link: RedisLink | None,
+        bus: ControlBus | None,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._stop = stop
+        self._link = link
+        self._publisher = Publisher(config, link, bus) if link and bus else None
+        self._num_dropped_groups = 0
+        self._feed: Feed = self._make_feed()
+
+    async def run(self) -> Progress:
+        """Step until the end."""
+        if isinstance(self._feed, StreamFeed):
+            await self._unless_stopped(self._feed.open())
+            self._num_dropped_groups = self._feed.num_dropped_groups
+        await self._announce_again()
+        await self._grant()
+        while not self._finished():
+            batch, waited_s = await self._next()
+            if batch is None:
+                break
+            await self._step(batch, {"seconds/wait": waited_s})
+        log.info("trainer ends: version %d", self._run.progress.version)
+        return self._run.progress
+
+    async def _step(self, batch: Batch, values: dict[str, float]) -> None:
+        """One optimiser step and all that its durability allows."""
+        begin = time.monotonic()
+        version = self._run.progress.version
+        result: StepResult = await asyncio.to_thread(
+            train_step,
+            self._run.policy,
+            self._run.optimizer,
+            batch,
+            self._config,
+            version=version,
+        )
+        self._advance(batch, skipped=result.skipped)
+        values |= result.metrics
+        try:
+            with _timed(values, "seconds/checkpoint"):
+                await asyncio.to_thread(self._run.save, self._feed.state())
+            with _timed(values, "seconds/acknowledge"):
+                await self._unless_stopped(self._feed.settle())
+            if not result.skipped:
+                await self._publish(values)
+            await self._grant()
+        finally:
+            values["seconds/step"] = time.monotonic() - begin
+            self._report(values)
+        self._check_skipped()
+
+    def _advance(self, batch: Batch, *, skipped: bool) -> None:
+        progress = self._run.progress
+        self._run.progress = replace(
+            progress,
+            version=progress.version + (not skipped),
+            num_groups=progress.num_groups + len(batch.groups) * self._config.needs_groups,
+            probe_token_ids=probe_tokens(
+                batch.episodes[0].record, self._config.publish.probe_tokens
+            ),
+        )
+
+    def _check_skipped(self) -> None:
+        row, limit = self._run.optimizer.skipped_in_a_row, self._config.optim.max_skipped
+        if row >= limit:
+            raise EngineError(
+                "loss or gradients are not finite",
+                value=f"{row} steps in a row",
+                limit=f"below {limit}",
+                remedy="lower optim.lr or use float32; the checkpoint holds the last finite policy",
+            )
+
+    async def _next(self) -> tuple[Batch | None, float]:
+        begin = time.monotonic()
+        if self._publisher is not None:
+            self._publisher.check()
+        waiting = self._feed.next(self._run.progress.version, self._stop.is_set)
+        batch = await self._unless_stopped(waiting)
+        return batch, time.monotonic() - begin
+
+    def _finished(self) -> bool:
+        steps = self._config.max_steps
+        done = steps is not None and self._run.optimizer.num_steps >= steps
+        return done or self._stop.is_set()
+
+    async def _publish(self, values: dict[str, float]) -> None:
+        if self._publisher is None:
+            return
+        with _timed(values, "seconds/publish"):
+            served = await asyncio.to_thread(self._run.served)
+            needed = self._config.publish.min_replicas
+            published = await self._unless_stopped(
+                self._publisher.publish(served, min_replicas=needed)
+            )
+        if published is not None:
+            values["publish/acknowledged"] = float(len(published.acknowledged))
+            values["publish/silent"] = float(len(published.silent))
+            values["publish/probe_delta_max"] = published.probe_delta_max
+
+    async def _announce_again(self) -> None:
+        """The newest version once more: the last process may have ended before it was served."""
+        if self._publisher is None or self._run.progress.version == 0:
+            return
+        served = await asyncio.to_thread(self._run.served)
+        # Replicas may still be loading their model.
+        await self._unless_stopped(self._publisher.publish(served, min_replicas=0))
+
+    async def _grant(self) -> None:
+        """Permits for groups: those consumed and dropped, and as many as the lag lets run ahead."""
+        if self._link is None or not self._config.needs_groups:
+            return
+        ahead = (1 + self._config.max_policy_lag) * self._config.batch.groups_per_step
+        granted = self._run.progress.num_groups + self._num_dropped_groups + ahead
+        await self._unless_stopped(grant_permits(self._link, self._config.run, granted))
+
+    async def _on_dropped(self, num_dropped_groups: int) -> None:
+        self._num_dropped_groups = num_dropped_groups
+        await self._grant()
+
+    def _report(self, values: dict[str, float]) -> None:
+        for cause, count in self._feed.dropped().items():
+            values[f"dropped/{cause}"] = float(count)
+        values["dropped/total"] = float(sum(self._feed.dropped().values()))
+        values["policy/version"] = float(self._run.progress.version)
+        report(
+            self._config.folder / "metrics.jsonl",
+            self._run.optimizer.num_steps,
+            values,
+            run=self._config.run,
+            objective=self._config.objective,
+        )
+
+    def _make_feed(self) -> Feed:
+        config, state = self._config, self._run.feed_state
+        batch = config.batch
+        if batch.records is not None:
+            return FileFeed(batch.records, batch, seed=config.seed, state=state)
+        assert self._link is not None
+        stream = EpisodeStream(
+            self._link,
+            config.run,
+            consumer=config.redis.consumer,
+            claim_idle_s=config.redis.claim_idle_s,
+            parse=parse_record,
+        )
+        if not config.needs_groups:
+            return StreamFeed(
+                stream,
+                Demonstrations(batch.min_reward),
+                num_groups=batch.episodes_per_step,
+                state=state,
+                on_dropped=self._on_dropped,
+            )
+        assembler = GroupAssembler(
+            group_size=batch.group_size,
+            min_group=batch.min_group,
+            deadline_s=batch.group_deadline_s,
+            max_policy_lag=config.max_policy_lag if batch.staleness == "drop" else None,
+            closed=tuple(state.get("closed_groups", ())),
+        )
+        return StreamFeed(
+            stream,
+            assembler,
+            num_groups=batch.groups_per_step,
+            state=state,
+            on_dropped=self._on_dropped,
+        )
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        return await unless_stopped(self._stop, work)
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Await `work`; once `stop` is set it gets `GRACE_S` more, then None is returned."""
+    task = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=GRACE_S)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def parse_record(data: bytes) -> EpisodeRecord:
+    """A record that a step can be made of.
+
+    Raises:
+        ProtocolError: The bytes are no record.
+        ValueError: They are one that makes no sense: nodes, mounts, rewards, stop reason.
+    """
+    record = record_from_bytes(data)
+    StopReason(record.stop_reason)
+    if record.reward is not None and not 0.0 <= record.reward <= 1.0:
+        raise ValueError(f"reward {record.reward}; allowed: [0, 1]")
+    # An episode that failed before its first token is data too; it is dropped by its cause.
+    if record.num_tokens:
+        pack_episodes([record])
+    return record
+
+
+@contextlib.contextmanager
+def _timed(values: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        values[name] = time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the run folder: two trainers of one run would train every episode twice."""
+    import fcntl
+
+    with (folder / "trainer.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                "another trainer works in this run's folder",
+                value=folder,
+                remedy="stop it, or use another run name",
+            ) from error
+        yield

@@ -1,0 +1,220 @@
+"""One optimiser step on a batch: advantages, strips, losses, gradients, and their figures.
+
+Synchronous; the loop runs it on a thread. A tree never crosses a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness_sdk.errors import ConfigError
+from trainer_service.advantages import ESTIMATORS
+from trainer_service.config import TrainerConfig
+from trainer_service.dag import pack_episodes
+from trainer_service.divergence import Divergence, divergence
+from trainer_service.feed import Batch
+from trainer_service.groups import Scored
+from trainer_service.objectives import OBJECTIVES, ObjectiveOptions, PackedLogprobs
+from trainer_service.optim import Optimizer
+from trainer_service.policy import Policy
+from trainer_service.strip import Strip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did."""
+
+    skipped: bool
+    """Not finite: the parameters stand as before."""
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A strip and the advantages of its episodes, `[E]`."""
+
+    strip: Strip
+    advantages: torch.Tensor
+
+
+def train_step(
+    policy: Policy, optimizer: Optimizer, batch: Batch, config: TrainerConfig, *, version: int
+) -> StepResult:
+    """Step from policy `version`; its gradients do not depend on how the strips are cut.
+
+    Raises:
+        ConfigError: An episode was sampled from another base model.
+    """
+    check_model(batch.episodes, policy.model_hash)
+    begin = time.monotonic()
+    pieces = _pieces(batch, config)
+    packed = time.monotonic()
+    options = _options(pieces, config)
+    optimizer.zero_grad()
+    figures = _Figures(version)
+    loss = 0.0
+    for piece in pieces:
+        loss += _accumulate(policy, piece, config.objective, options, figures)
+    outcome = optimizer.step(loss=loss)
+    computed = time.monotonic()
+    metrics = {
+        "loss/total": loss,
+        "optim/grad_norm": outcome.grad_norm,
+        "optim/lr": outcome.lr,
+        "optim/skipped": float(optimizer.num_skipped),
+        "seconds/pack": packed - begin,
+        "seconds/compute": computed - packed,
+        "tokens/per_s": sum(p.strip.num_tokens for p in pieces) / max(computed - packed, 1e-9),
+        **_batch_metrics(batch),
+        **_token_metrics(pieces, version),
+        **figures.metrics(),
+    }
+    return StepResult(skipped=outcome.skipped, metrics=metrics)
+
+
+def check_model(episodes: Sequence[Scored], model_hash: str) -> None:
+    """Refuse episodes of another base model; records without a hash, as imported ones, pass.
+
+    Raises:
+        ConfigError: With both hashes.
+    """
+    for episode in episodes:
+        found = episode.record.model_hash
+        if found and found != model_hash:
+            raise ConfigError(
+                f"episode {episode.record.episode_id} was sampled from another base model",
+                value=found,
+                limit=model_hash,
+                remedy="give rollout and trainer the same model folder, or use a new run name",
+            )
+
+
+def split_episodes(num_tokens: Sequence[int], max_strip_tokens: int) -> list[list[int]]:
+    """Indices of the episodes of each strip, in order, none cut.
+
+    Example:
+        `split_episodes([60, 30, 20, 150, 10], 100)` is `[[0, 1], [2], [3], [4]]`.
+    """
+    strips: list[list[int]] = []
+    room = -1
+    for index, size in enumerate(num_tokens):
+        if not strips or size > room:
+            strips.append([])
+            room = max_strip_tokens
+        strips[-1].append(index)
+        room -= size
+    return strips
+
+
+class _Figures:
+    """Figures that strips contribute to, each weighted by its tokens."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._objective: defaultdict[str, float] = defaultdict(float)
+        self._num_actions = 0
+        self._all: list[Divergence] = []
+        self._current: list[Divergence] = []
+
+    def add(self, logprobs: PackedLogprobs, strip: Strip, objective: dict[str, float]) -> None:
+        """Count one strip, before the update."""
+        num_actions = strip.action_source.shape[0]
+        self._num_actions += num_actions
+        for name, value in objective.items():
+            self._objective[name] += value * num_actions
+        self._all.append(divergence(logprobs, strip))
+        self._current.append(divergence(logprobs, strip, policy_version=self._version))
+
+    def metrics(self) -> dict[str, float]:
+        """`objective/*`, `divergence/*`, and `divergence_current/*` of the newest version."""
+        total = max(self._num_actions, 1)
+        found = {name: value / total for name, value in self._objective.items()}
+        found |= _divergence_metrics("divergence", self._all)
+        found |= _divergence_metrics("divergence_current", self._current)
+        return found
+
+
+def _divergence_metrics(area: str, parts: Sequence[Divergence]) -> dict[str, float]:
+    count = sum(part.num_actions for part in parts)
+    over = max(count, 1)
+    return {
+        f"{area}/kl_mean": sum(part.kl * part.num_actions for part in parts) / over,
+        f"{area}/kl_max": max(part.kl_max for part in parts),
+        f"{area}/dlogp_mean": sum(p.mean_abs_difference * p.num_actions for p in parts) / over,
+        f"{area}/dlogp_max": max(part.max_abs_difference for part in parts),
+        f"{area}/num_tokens": float(count),
+    }
+
+
+def _pieces(batch: Batch, config: TrainerConfig) -> list[_Piece]:
+    episodes = batch.episodes
+    advantages = _advantages(batch, config)
+    pieces = []
+    sizes = [episode.record.num_tokens for episode in episodes]
+    for chosen in split_episodes(sizes, config.batch.max_strip_tokens):
+        strip = pack_episodes([episodes[index].record for index in chosen])
+        pieces.append(_Piece(strip=strip, advantages=advantages[chosen]))
+    return pieces
+
+
+def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
+    """Of each episode, `[E]`; zeros where the objective compares none."""
+    episodes = batch.episodes
+    if not config.needs_groups:
+        return torch.zeros(len(episodes))
+    group_ids = [group.group_id for group in batch.groups for _ in group.episodes]
+    outcomes = [episode.reward for episode in episodes]
+    return ESTIMATORS[config.batch.advantages](outcomes, group_ids)
+
+
+def _options(pieces: Sequence[_Piece], config: TrainerConfig) -> ObjectiveOptions:
+    """The normalisers are those of the whole step, however it is cut."""
+    return ObjectiveOptions(
+        clip_low=config.loss.clip_low,
+        clip_high=config.loss.clip_high,
+        max_importance=config.loss.importance_cap,
+        num_episodes=sum(piece.strip.num_episodes for piece in pieces),
+        num_actions=max(sum(piece.strip.action_source.shape[0] for piece in pieces), 1),
+    )
+
+
+def _accumulate(
+    policy: Policy, piece: _Piece, objective: str, options: ObjectiveOptions, figures: _Figures
+) -> float:
+    strip = piece.strip.to(policy.device)
+    logprobs = policy.logprobs(strip)
+    output = OBJECTIVES[objective](logprobs, strip, piece.advantages.to(policy.device), options)
+    figures.add(logprobs, strip, output.metrics)
+    output.loss.backward()
+    return float(output.loss.detach())
+
+
+def _batch_metrics(batch: Batch) -> dict[str, float]:
+    episodes = batch.episodes
+    uniform = [len({episode.reward for episode in group.episodes}) == 1 for group in batch.groups]
+    return {
+        "reward/mean": sum(episode.reward for episode in episodes) / len(episodes),
+        "batch/episodes": float(len(episodes)),
+        "batch/groups": float(len(batch.groups)),
+        "batch/uniform_groups": sum(uniform) / len(uniform),
+    }
+
+
+def _token_metrics(pieces: Sequence[_Piece], version: int) -> dict[str, float]:
+    packed = sum(piece.strip.num_tokens for piece in pieces)
+    flat = sum(piece.strip.tokens_flat for piece in pieces)
+    sampled = [piece.strip.policy_version[~piece.strip.is_demonstration] for piece in pieces]
+    lags = version - torch.cat(sampled)
+    return {
+        "tokens/packed": float(packed),
+        "tokens/flat": float(flat),
+        "tokens/packed_over_flat": packed / flat,
+        "tokens/actions": float(sum(piece.strip.action_source.shape[0] for piece in pieces)),
+        "policy/lag_mean": float(lags.double().mean()) if len(lags) else 0.0,
+        "policy/lag_max": float(lags.max()) if len(lags) else 0.0,
+    }
