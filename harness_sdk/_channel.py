@@ -24,11 +24,10 @@ from harness_sdk.rpc.v1 import rollout_pb2 as pb
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
-KEEPALIVE_S = 20
-"""A connection whose peer does not answer a ping is given up; a silent `wait` lives on it."""
-
+# A connection whose peer answers no ping is given up: that is how a silent `wait` ends when the
+# service's machine is gone.
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+    ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -39,19 +38,6 @@ _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients of one process must not share a connection: closing one would cut the other's.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Channel options of a server that these clients' pings and messages suit."""
-    return (
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # gRPC's default takes pings more often than every five minutes for an attack.
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
-    )
 
 
 @dataclass(frozen=True, slots=True)

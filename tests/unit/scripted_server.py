@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import grpc
 
 from harness_sdk import _wire
-from harness_sdk._channel import server_options
 from harness_sdk.errors import HarnessError
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1 import rollout_pb2_grpc as rpc
@@ -213,7 +212,9 @@ class ScriptedServer(rpc.RolloutServicer):
 @contextlib.asynccontextmanager
 async def serving(scripted: ScriptedServer) -> AsyncIterator[str]:
     """Serve on a free port; yields the address."""
-    server = grpc.aio.server(options=server_options(scripted.max_message_bytes))
+    server = grpc.aio.server(
+        options=[("grpc.max_receive_message_length", scripted.max_message_bytes)]
+    )
     rpc.add_RolloutServicer_to_server(scripted, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
