@@ -1,0 +1,397 @@
+"""The gRPC server: messages to calls on `Sessions` and back. No rule of an episode lives here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from harness_sdk import _wire
+from harness_sdk.errors import (
+    AuthError,
+    ConfigError,
+    EngineError,
+    HarnessError,
+    InvalidRequest,
+    ProtocolError,
+)
+from harness_sdk.rpc.v1 import rollout_pb2 as pb
+from harness_sdk.rpc.v1 import rollout_pb2_grpc
+from harness_sdk.types import BranchResult, Message, SamplingOptions, TokenDelta
+from rollout_service.sessions import Call, OpenRequest, Sessions
+from rollout_service.sessions.replies import Queued
+
+logger = logging.getLogger(__name__)
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Context = grpc.aio.ServicerContext
+
+# A client that vanished without closing its connection is noticed within their sum, and its
+# episodes are closed within 5 s.
+_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 2000, 2000
+
+
+class RunningServer:
+    """A started server; `stop` closes its episodes and then itself."""
+
+    def __init__(
+        self, server: grpc.aio.Server, servicer: RolloutServicer, sessions: Sessions, address: str
+    ) -> None:
+        self._server = server
+        self._servicer = servicer
+        self._sessions = sessions
+        self.address = address
+        """host:port that it is bound to."""
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Close every episode, let running calls end, then cancel them; `grace_s` s for each."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._sessions.shutdown()
+        except TimeoutError:
+            logger.error("the records of some episodes are still being written")
+        await self._server.stop(grace_s)
+        await self._servicer.settle()
+
+    async def wait(self) -> None:
+        """Suspend until the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+async def serve(
+    sessions: Sessions,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    max_message_bytes: int = _wire.DEFAULT_MAX_MESSAGE_BYTES,
+    auth_token: str | None = None,
+    tls: grpc.ServerCredentials | None = None,
+) -> RunningServer:
+    """Start serving `sessions`.
+
+    Args:
+        sessions: The episodes.
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+        max_message_bytes: Largest message in either direction.
+        auth_token: Bearer token that every call must carry; None asks for none.
+        tls: Certificates; None serves plain text.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    server = grpc.aio.server(
+        interceptors=[_BearerAuth(auth_token)] if auth_token else [],
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            # Clients may look after their connection just as often.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+            ("grpc.http2.max_ping_strikes", 0),
+        ],
+    )
+    servicer = RolloutServicer(sessions, max_message_bytes)
+    rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, tls)
+    except RuntimeError as error:
+        raise ConfigError(
+            "the server cannot bind its address",
+            value=address,
+            remedy="free the port or choose another one",
+        ) from error
+    await server.start()
+    return RunningServer(server, servicer, sessions, f"{address.rpartition(':')[0]}:{bound}")
+
+
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """End a call with `error`, whole: the one place where errors become statuses."""
+    if not isinstance(error, HarnessError):
+        logger.error("unexpected failure in a call", exc_info=error)
+        error = EngineError(
+            f"the service failed unexpectedly: {error}",
+            value=type(error).__name__,
+            remedy="report it with the service's log; the episode is where it was",
+        )
+    code, text, trailing = _wire.error_to_status(error)
+    await context.abort(code, text, trailing)
+    raise AssertionError("abort raises")
+
+
+def _unary(method: Callable[[Any, Q], Awaitable[R]]) -> Any:
+    @functools.wraps(method)
+    async def handler(self: Any, request: Q, context: Context) -> R:
+        try:
+            return await method(self, request)
+        except Exception as error:
+            await abort(context, error)
+
+    return handler
+
+
+def _streaming(method: Callable[[Any, Q, Context], Awaitable[None]]) -> Any:
+    @functools.wraps(method)
+    async def handler(self: Any, request: Q, context: Context) -> None:
+        try:
+            await method(self, request, context)
+        except Exception as error:
+            await abort(context, error)
+
+    return handler
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
+    """One method per RPC; each converts, calls, converts."""
+
+    def __init__(self, sessions: Sessions, max_message_bytes: int) -> None:
+        self._sessions = sessions
+        self._max_message_bytes = max_message_bytes
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def settle(self) -> None:
+        """Wait until what lost clients left behind is cleared away."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @_unary
+    async def Connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
+        if request.protocol_version != _wire.PROTOCOL_VERSION:
+            raise ProtocolError(
+                "client and service speak different protocol versions",
+                value=f"client {request.protocol_version}",
+                limit=f"service {_wire.PROTOCOL_VERSION}",
+                remedy="install one release on both ends",
+            )
+        return _wire.info_to_proto(self._sessions.info(self._max_message_bytes))
+
+    @_streaming
+    async def OpenEpisode(self, request: pb.OpenEpisodeRequest, context: Context) -> None:
+        async def on_queued(queued: Queued) -> None:
+            event = pb.EpisodeQueued(ahead=queued.ahead, kv_use=queued.kv_use)
+            await context.write(pb.EpisodeEvent(queued=event))
+
+        opened = await self._sessions.open(_open_request_from_proto(request), on_queued)
+        try:
+            event = pb.EpisodeOpened(
+                episode_id=opened.episode_id,
+                root_thread=opened.root_thread,
+                head=opened.head,
+                policy_version=opened.policy_version,
+                limits=_wire.limits_to_proto(opened.limits.to_limits()),
+            )
+            await context.write(pb.EpisodeEvent(opened=event))
+            reason = await self._sessions.wait_closed(opened.episode_id)
+        except BaseException:
+            self._lose(opened.episode_id)
+            raise
+        await context.write(pb.EpisodeEvent(closed=pb.EpisodeClosed(stop_reason=reason)))
+
+    @_streaming
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        events = self._sessions.generate(
+            _call_from_proto(request.call),
+            _messages_from_proto(request),
+            tools_json=request.tools_json,
+            sampling=_sampling_from_proto(request),
+            demonstration=request.demonstration if request.HasField("demonstration") else None,
+        )
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, TokenDelta):
+                    reply = pb.GenerateEvent(delta=_delta_to_proto(event))
+                else:
+                    reply = pb.GenerateEvent(turn=_wire.turn_to_proto(event.turn, event.head))
+                await context.write(reply)
+
+    @_unary
+    async def Fork(self, request: pb.ForkRequest) -> pb.ForkReply:
+        branches = {branch.thread_id: branch.prompt for branch in request.branches}
+        if len(branches) < len(request.branches):
+            names = [branch.thread_id for branch in request.branches]
+            raise InvalidRequest(
+                "branch names are not unique", value=", ".join(names), limit="each name once"
+            )
+        reply = await self._sessions.fork(_call_from_proto(request.call), branches)
+        return pb.ForkReply(
+            head=reply.head,
+            threads=[
+                pb.ForkedThread(thread_id=each.thread_id, head=each.head) for each in reply.threads
+            ],
+            budget=_wire.budget_to_proto(reply.budget),
+        )
+
+    @_unary
+    async def Rewind(self, request: pb.RewindRequest) -> pb.RewindReply:
+        call = _call_from_proto(request.call)
+        reply = await self._sessions.rewind(call, request.step, request.note)
+        return pb.RewindReply(
+            head=reply.head,
+            step=reply.result.step,
+            tokens_returned=reply.result.tokens_returned,
+            cancelled_threads=reply.result.cancelled_threads,
+            budget=_wire.budget_to_proto(reply.budget),
+        )
+
+    @_unary
+    async def ReadThread(self, request: pb.ReadThreadRequest) -> pb.ReadThreadReply:
+        call = _call_from_proto(request.call)
+        reply = await self._sessions.read_thread(
+            call, request.branch, request.first_step, request.last_step
+        )
+        result = reply.result
+        return pb.ReadThreadReply(
+            head=reply.head,
+            first_step=result.first_step,
+            last_step=result.last_step,
+            tokens_mounted=result.tokens_mounted,
+            next_position=result.next_position,
+            stub=result.stub,
+            budget=_wire.budget_to_proto(reply.budget),
+        )
+
+    @_streaming
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> None:
+        call = _call_from_proto(request.call)
+        events = self._sessions.wait(call, list(request.branches), request.timeout_s)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, BranchResult):
+                    reply = pb.WaitEvent(ended=_wire.branch_result_to_proto(event))
+                else:
+                    results = [_wire.branch_result_to_proto(each) for each in event.results]
+                    reply = pb.WaitEvent(
+                        reply=pb.WaitReply(
+                            head=event.head,
+                            results=results,
+                            note=event.note,
+                            budget=_wire.budget_to_proto(event.budget),
+                        )
+                    )
+                await context.write(reply)
+
+    @_unary
+    async def Done(self, request: pb.DoneRequest) -> pb.DoneReply:
+        call = _call_from_proto(request.call)
+        reply = await self._sessions.done(call, request.answer, request.evidence)
+        return pb.DoneReply(head=reply.head, status=reply.status)
+
+    @_unary
+    async def Cancel(self, request: pb.CancelRequest) -> pb.CancelReply:
+        call = _call_from_proto(request.call)
+        return pb.CancelReply(cancelled_threads=await self._sessions.cancel(call, request.reason))
+
+    @_unary
+    async def CloseEpisode(self, request: pb.CloseEpisodeRequest) -> pb.CloseEpisodeReply:
+        result = await self._sessions.close(
+            request.episode_id,
+            reward=request.reward if request.HasField("reward") else None,
+            error_kind=request.error_kind,
+            error_message=request.error_message,
+            idempotency_key=request.idempotency_key,
+        )
+        return pb.CloseEpisodeReply(
+            stop_reason=result.stop_reason,
+            entry_id=result.entry_id,
+            num_nodes=result.num_nodes,
+            num_tokens=result.num_tokens,
+        )
+
+    @_unary
+    async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        return _wire.server_status_to_proto(self._sessions.status())
+
+    def _lose(self, episode_id: str) -> None:
+        # A task of its own: the handler that notices is being cancelled.
+        task = asyncio.ensure_future(self._sessions.lost(episode_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _BearerAuth(grpc.aio.ServerInterceptor):
+    """Refuses every call without the token."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        metadata: Any = handler_call_details.invocation_metadata
+        given = dict(metadata).get("authorization", "")
+        handler = await continuation(handler_call_details)
+        if hmac.compare_digest(str(given).encode(), self._expected) or handler is None:
+            return handler
+
+        async def refuse(request: Any, context: Context) -> None:
+            await abort(context, _no_token(bool(given)))
+
+        async def refuse_stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            await abort(context, _no_token(bool(given)))
+            yield
+
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(refuse_stream)
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _no_token(given: bool) -> AuthError:
+    return AuthError(
+        "the bearer token is wrong" if given else "the call carries no bearer token",
+        limit="the service's token",
+        remedy="connect with the token that the service was started with",
+    )
+
+
+def _call_from_proto(proto: pb.CallContext) -> Call:
+    return Call(
+        episode_id=proto.episode_id,
+        thread_id=proto.thread_id,
+        expected_head=proto.expected_head,
+        idempotency_key=proto.idempotency_key,
+    )
+
+
+def _open_request_from_proto(proto: pb.OpenEpisodeRequest) -> OpenRequest:
+    return OpenRequest(
+        episode_id=proto.episode_id,
+        group_id=proto.group_id,
+        task_id=proto.task_id,
+        run=proto.run,
+        limits=_wire.limits_from_proto(proto.limits),
+        primitives=tuple(proto.primitives),
+        version_policy=proto.version_policy,
+    )
+
+
+def _messages_from_proto(proto: pb.GenerateRequest) -> list[Message]:
+    return [_wire.message_from_proto(message) for message in proto.messages]
+
+
+def _sampling_from_proto(proto: pb.GenerateRequest) -> SamplingOptions:
+    if not proto.HasField("sampling"):
+        return SamplingOptions()
+    return _wire.sampling_from_proto(proto.sampling)
+
+
+def _delta_to_proto(delta: TokenDelta) -> pb.TokenDelta:
+    return pb.TokenDelta(
+        token_ids=delta.token_ids, logprobs=delta.sampled_logprobs, text=delta.text
+    )

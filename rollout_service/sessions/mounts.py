@@ -1,0 +1,91 @@
+"""What `read_thread` makes visible: clamping, transitive spans, visibility as a set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness_sdk.errors import InvalidRequest
+from rollout_service.cursors import Cursor, Mount
+from rollout_service.sessions.threads import Step, Thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSpan:
+    """A read, resolved."""
+
+    first: int
+    """After clamping to the source's finished steps."""
+    last: int
+    new: tuple[Mount, ...]
+    """Spans that were not visible before."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that become visible."""
+        return sum(mount.num_tokens for mount in self.new)
+
+
+def resolve_read(reader: Thread, source: Thread, first: int, last: int) -> ReadSpan:
+    """The spans that reading steps `first..last` of `source` adds to `reader`.
+
+    Raises:
+        InvalidRequest: `reader` reads itself or an orphan, or no finished step is in range.
+    """
+    if source is reader:
+        raise InvalidRequest(
+            "a thread cannot read itself",
+            value=source.thread_id,
+            limit="another branch",
+            remedy="its own steps are in its context already",
+        )
+    if source.orphan:
+        raise InvalidRequest(
+            "the branch hangs on steps that were rewound",
+            value=source.thread_id,
+            remedy="read a branch of the surviving path",
+        )
+    lowest, highest = readable_steps(reader, source)
+    begin, end = max(first, lowest), min(last, highest)
+    if first > last or begin > end:
+        finished = f"{lowest} to {highest}" if lowest <= highest else "none yet"
+        raise InvalidRequest(
+            f"no finished step of {source.thread_id} in the range",
+            value=f"[{first}, {last}]",
+            limit=f"finished steps {finished}",
+            remedy="wait for the branch to go on, or read steps that it has finished",
+        )
+    steps = [step for step in source.steps if begin <= step.number <= end]
+    return ReadSpan(first=begin, last=end, new=_new_spans(reader, steps))
+
+
+def readable_steps(reader: Thread, source: Thread) -> tuple[int, int]:
+    """First and last step of `source` that `reader` may read; empty where first > last."""
+    lowest, child = 1, reader
+    for ancestor in reader.ancestors():
+        if ancestor is source:
+            lowest = child.fork_step + 1
+            break
+        child = ancestor
+    return lowest, source.last_finished
+
+
+def _new_spans(reader: Thread, steps: list[Step]) -> tuple[Mount, ...]:
+    """Whole cursors of `steps` and what was mounted inside them, less what `reader` sees."""
+    head = reader.head
+    # Every mount covers a whole cursor, so visibility is a set of cursors. A thread's own rewound
+    # tokens do not come back through another's mounts: that would be reading itself.
+    seen: set[Cursor] = set(head.ancestors()) if head is not None else set()
+    seen.update(mount.source for mount in reader.mounts)
+    seen |= reader.rewound
+    new: list[Mount] = []
+    for step in steps:
+        whole = [
+            Mount(source=node.cursor, begin=0, end=len(node.cursor.token_ids))
+            for node in step.nodes
+            if node.on_path
+        ]
+        for mount in (*step.mounted, *whole):
+            if mount.source not in seen:
+                seen.add(mount.source)
+                new.append(mount)
+    return tuple(new)

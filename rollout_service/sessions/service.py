@@ -1,0 +1,448 @@
+"""The episodes of a replica: opening, calls by address, closing. Works without gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from harness_sdk.errors import EpisodeNotFound, InvalidRequest, Unavailable
+from harness_sdk.record import EpisodeRecord
+from harness_sdk.types import (
+    BranchResult,
+    EpisodeResult,
+    Limits,
+    Message,
+    SamplingOptions,
+    ServerInfo,
+    ServerStatus,
+    StopReason,
+    TokenDelta,
+    Turn,
+)
+from rollout_service.chat.chatml import ChatML
+from rollout_service.engine.base import Engine
+from rollout_service.sessions import branching, turns
+from rollout_service.sessions.admission import Admission, OnQueued
+from rollout_service.sessions.episode import Episode, Service
+from rollout_service.sessions.guardrails import Guardrails
+from rollout_service.sessions.metrics import Metrics
+from rollout_service.sessions.options import (
+    Call,
+    OpenRequest,
+    RecordSink,
+    SessionOptions,
+    check_request,
+    resolve_limits,
+)
+from rollout_service.sessions.records import build_record, stop_reason
+from rollout_service.sessions.replies import (
+    CloseReply,
+    DoneReply,
+    ForkReply,
+    Opened,
+    ReadReply,
+    RewindReply,
+    TurnReply,
+    WaitReply,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Sessions:
+    """All episodes of one replica.
+
+    Args:
+        engine: Started engine.
+        chat: The model's template.
+        sink: Where records go; None keeps none.
+        options: Limits and names.
+        newest_version: Version that new episodes begin with.
+        loaded_versions: Versions that serve, for the handshake and the status.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatML,
+        sink: RecordSink | None = None,
+        options: SessionOptions | None = None,
+        *,
+        newest_version: Callable[[], int] = lambda: 0,
+        loaded_versions: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.options = options or SessionOptions()
+        self._engine = engine
+        self._sink = sink
+        self._service = Service(
+            engine=engine,
+            chat=chat,
+            options=self.options,
+            metrics=Metrics(),
+            newest_version=newest_version,
+        )
+        self._loaded_versions = loaded_versions or (lambda: (newest_version(),))
+        self._episodes: dict[str, Episode] = {}
+        self._opening: set[str] = set()
+        self._closing: dict[str, asyncio.Task[CloseReply]] = {}
+        self._closed: OrderedDict[str, CloseReply] = OrderedDict()
+        self._began_s = time.monotonic()
+        self._shut = False
+        self._admission = Admission(
+            kv_use=lambda: engine.stats().kv_use,
+            num_open=lambda: len(self._episodes),
+            max_kv_use=self.options.admission_kv_use,
+            poll_s=self.options.admission_poll_s,
+        )
+
+    async def open(self, request: OpenRequest, on_queued: OnQueued | None = None) -> Opened:
+        """Admit an episode; waits while the pool is too full.
+
+        Args:
+            request: What it asks for.
+            on_queued: Told its place while it waits.
+
+        Raises:
+            InvalidRequest: The request cannot be served, or its id was used before.
+        """
+        version_policy = check_request(self.options, request)
+        limits = resolve_limits(self.options, request.limits)
+        episode_id = request.episode_id or uuid.uuid4().hex
+        self._reserve_id(episode_id)
+        try:
+            if await self._admission.admit(on_queued):
+                self._service.metrics.add("guardrails/queued_episodes")
+            episode = Episode(
+                self._service,
+                episode_id,
+                request,
+                Guardrails(
+                    limits,
+                    model_driven="done" in request.primitives,
+                    reads="read_thread" in request.primitives,
+                    options=self.options,
+                    info=self._engine.info,
+                    chat=self._service.chat,
+                    metrics=self._service.metrics,
+                ),
+                version_policy=version_policy,
+                policy_version=self._service.newest_version(),
+            )
+            self._episodes[episode_id] = episode
+        finally:
+            self._opening.discard(episode_id)
+        self._service.metrics.add("episodes/opened")
+        return Opened(
+            episode_id=episode_id,
+            root_thread=episode.root.thread_id,
+            head=episode.root.head_id,
+            policy_version=episode.policy_version,
+            limits=limits,
+        )
+
+    async def generate(
+        self,
+        call: Call,
+        messages: Sequence[Message] = (),
+        *,
+        tools_json: str = "",
+        sampling: SamplingOptions | None = None,
+        demonstration: str | None = None,
+    ) -> AsyncGenerator[TokenDelta | TurnReply, None]:
+        """One model turn: deltas, then its reply. Closing the generator cancels the turn."""
+        episode = self.episode(call.episode_id)
+        request = turns.TurnRequest(
+            messages=tuple(messages),
+            tools_json=tools_json,
+            sampling=sampling or SamplingOptions(),
+            demonstration=demonstration,
+        )
+        told = False
+        stream = _stream(
+            lambda emit: episode.run(
+                call, "generate", lambda thread: turns.take_turn(episode, thread, request, emit)
+            )
+        )
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                if isinstance(event, TurnReply) and not told:
+                    yield _whole_delta(event.turn)
+                told = True
+                yield event
+
+    async def turn(self, call: Call, messages: Sequence[Message] = (), **options: Any) -> Turn:
+        """`generate` without its deltas."""
+        async with contextlib.aclosing(self.generate(call, messages, **options)) as events:
+            async for event in events:
+                if isinstance(event, TurnReply):
+                    return event.turn
+        raise AssertionError("a turn ends with its reply")
+
+    async def fork(self, call: Call, branches: Mapping[str, str]) -> ForkReply:
+        """Branch after the last turn: name -> sub-task."""
+        return await self._run(call, "fork", branching.fork, branches)
+
+    async def rewind(self, call: Call, step: int, note: str = "") -> RewindReply:
+        """Return to the state after `step`."""
+        return await self._run(call, "rewind", branching.rewind, step, note)
+
+    async def read_thread(self, call: Call, branch: str, first: int, last: int) -> ReadReply:
+        """Mount steps `first..last` of `branch`."""
+        return await self._run(call, "read_thread", branching.read_thread, branch, first, last)
+
+    async def wait(
+        self, call: Call, branches: Sequence[str] = (), timeout_s: float = 0.0
+    ) -> AsyncGenerator[BranchResult | WaitReply, None]:
+        """Each branch as it ends, then the reply; no branches means every child."""
+        episode = self.episode(call.episode_id)
+        if not timeout_s >= 0 or math.isinf(timeout_s):
+            raise InvalidRequest("timeout_s is out of range", value=timeout_s, limit="0 or more")
+        told = False
+        stream = _stream(
+            lambda emit: episode.run(
+                call,
+                "wait",
+                lambda thread: branching.wait(episode, thread, branches, timeout_s, emit),
+            )
+        )
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                if isinstance(event, WaitReply) and not told:
+                    for result in event.results:
+                        if result.status.is_final:
+                            yield result
+                told = True
+                yield event
+
+    async def done(self, call: Call, answer: str, evidence: str = "") -> DoneReply:
+        """Close the thread with its answer."""
+        return await self._run(call, "done", branching.done, answer, evidence)
+
+    async def cancel(self, call: Call, reason: str = "") -> tuple[str, ...]:
+        """End a thread and its descendants; the head is not checked."""
+        episode = self.episode(call.episode_id)
+        self._service.metrics.add("calls/cancel")
+        return await branching.cancel(episode, call.thread_id, reason)
+
+    async def close(
+        self,
+        episode_id: str,
+        *,
+        reward: float | None = None,
+        error_kind: str = "",
+        error_message: str = "",
+        idempotency_key: str = "",
+    ) -> EpisodeResult:
+        """Write the record, release everything. A repeat returns the first call's reply.
+
+        Raises:
+            InvalidRequest: The reward is outside [0, 1].
+            EpisodeNotFound: No such episode, or it was closed by another call.
+            Unavailable: The record could not be written; repeat the call.
+        """
+        if reward is not None and not 0 <= reward <= 1:
+            raise InvalidRequest(
+                "reward is out of range", value=reward, limit="0 to 1", episode_id=episode_id
+            )
+        before = self._closed.get(episode_id)
+        if before is not None and idempotency_key and before.key == idempotency_key:
+            return before.result
+        episode = self.episode(episode_id)
+        reply = await self._close(
+            episode,
+            stop_reason(episode, error_kind),
+            idempotency_key,
+            reward=reward,
+            error_kind=error_kind,
+            error_message=error_message,
+        )
+        return reply.result
+
+    async def lost(self, episode_id: str) -> None:
+        """The client is gone: cancel its work, release everything, keep the record."""
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            return
+        await self._give_up(episode, StopReason.CLIENT_LOST, "the client's stream broke")
+
+    async def wait_closed(self, episode_id: str) -> StopReason:
+        """Suspend until the episode has closed."""
+        episode = self.episode(episode_id)
+        await episode.closed.wait()
+        assert episode.closing is not None
+        return episode.closing
+
+    async def shutdown(self) -> None:
+        """Close every episode as cancelled; no new one is admitted."""
+        self._shut = True
+        episodes = list(self._episodes.values())
+        await asyncio.gather(
+            *(
+                self._give_up(episode, StopReason.CANCELLED, "the service shut down")
+                for episode in episodes
+            )
+        )
+
+    def build_record(self, episode_id: str, *, reward: float | None = None) -> EpisodeRecord:
+        """The record of an open episode as it stands."""
+        episode = self.episode(episode_id)
+        return build_record(episode, stop_reason(episode), reward=reward)
+
+    def versions_in_use(self) -> set[int]:
+        """Policy versions that open episodes still sample under."""
+        return {
+            version for episode in self._episodes.values() for version in episode.versions_in_use()
+        }
+
+    def info(self, max_message_bytes: int) -> ServerInfo:
+        """What the handshake tells."""
+        engine = self._engine.info
+        return ServerInfo(
+            replica_id=self.options.replica_id,
+            run=self.options.run,
+            model=engine.model,
+            engine=engine.name,
+            max_message_bytes=max_message_bytes,
+            policy_versions=tuple(self._loaded_versions()),
+            max_positions=engine.max_positions,
+            limits=resolve_limits(self.options, Limits()).to_limits(),
+        )
+
+    def status(self) -> ServerStatus:
+        """The replica's state now."""
+        stats, engine = self._engine.stats(), self._engine.info
+        metrics = self._service.metrics.snapshot()
+        metrics["tokens/computed"] = float(stats.tokens_computed)
+        metrics["tokens/sampled"] = float(stats.tokens_sampled)
+        for cause, count in stats.tokens_recomputed.items():
+            metrics[f"tokens/recomputed_{cause}"] = float(count)
+        live = [t for e in self._episodes.values() for t in e.threads.values()]
+        return ServerStatus(
+            replica_id=self.options.replica_id,
+            run=self.options.run,
+            engine=engine.name,
+            model=engine.model,
+            open_episodes=len(self._episodes),
+            queued_episodes=self._admission.num_waiting,
+            live_threads=sum(not thread.status.is_final for thread in live),
+            resident_cursors=stats.resident_cursors,
+            recurrent_slots=stats.recurrent_slots,
+            tokens_resident=stats.tokens_resident,
+            tokens_capacity=stats.tokens_capacity,
+            kv_use=stats.kv_use,
+            policy_versions=tuple(self._loaded_versions()),
+            uptime_s=time.monotonic() - self._began_s,
+            metrics=metrics,
+        )
+
+    def episode(self, episode_id: str) -> Episode:
+        """The open episode of that id.
+
+        Raises:
+            EpisodeNotFound: There is none.
+        """
+        episode = self._episodes.get(episode_id)
+        if episode is not None:
+            return episode
+        before = self._closed.get(episode_id)
+        raise EpisodeNotFound(
+            "the episode is closed" if before is not None else "no such episode on this replica",
+            value=episode_id,
+            limit=f"closed as {before.result.stop_reason}" if before is not None else "",
+            remedy="open a new episode",
+            episode_id=episode_id,
+        )
+
+    async def _run(
+        self, call: Call, action: str, operation: Callable[..., Awaitable[T]], *args: Any
+    ) -> T:
+        episode = self.episode(call.episode_id)
+        return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
+
+    def _reserve_id(self, episode_id: str) -> None:
+        if self._shut:
+            raise Unavailable("the service is shutting down", remedy="connect to another replica")
+        known = (self._episodes, self._opening, self._closed)
+        if any(episode_id in ids for ids in known):
+            raise InvalidRequest(
+                "episode id was used before",
+                value=episode_id,
+                remedy="draw a new id; records are told apart by it",
+                episode_id=episode_id,
+            )
+        self._opening.add(episode_id)
+
+    async def _close(
+        self, episode: Episode, reason: StopReason, key: str, **outcome: Any
+    ) -> CloseReply:
+        """Close once; whoever comes second waits for the first. Goes on when its caller goes."""
+        task = self._closing.get(episode.episode_id)
+        if task is None:
+            task = asyncio.create_task(self._finish(episode, reason, key, **outcome))
+            self._closing[episode.episode_id] = task
+            task.add_done_callback(lambda _: self._closing.pop(episode.episode_id, None))
+        return await asyncio.shield(task)
+
+    async def _give_up(self, episode: Episode, reason: StopReason, message: str) -> None:
+        try:
+            await self._close(episode, reason, "", error_kind="Unavailable", error_message=message)
+        except Unavailable as error:
+            logger.error("record of episode %s is not stored: %s", episode.episode_id, error)
+
+    async def _finish(
+        self, episode: Episode, reason: StopReason, key: str, **outcome: Any
+    ) -> CloseReply:
+        episode.closing = reason
+        await episode.stop_calls()
+        record = build_record(episode, reason, **outcome)
+        await self._engine.release([*episode.strays, *(node.cursor for node in episode.nodes)])
+        entry_id = await self._sink.write(record) if self._sink is not None else ""
+        reply = CloseReply(
+            result=EpisodeResult(
+                stop_reason=reason,
+                entry_id=entry_id,
+                num_nodes=len(record.nodes),
+                num_tokens=record.num_tokens,
+            ),
+            key=key,
+        )
+        self._closed[episode.episode_id] = reply
+        while len(self._closed) > self.options.max_closed:
+            self._closed.popitem(last=False)
+        del self._episodes[episode.episode_id]
+        self._service.metrics.add(f"episodes/{reason}")
+        episode.closed.set()
+        return reply
+
+
+async def _stream(
+    start: Callable[[Callable[[Any], None]], Coroutine[Any, Any, Any]],
+) -> AsyncGenerator[Any, None]:
+    """What `start` emits as it happens, then what it returns; closing cancels it."""
+    events: asyncio.Queue[Any] = asyncio.Queue()
+    task = asyncio.ensure_future(start(events.put_nowait))
+    task.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        yield task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        _ = task.cancelled() or task.exception()
+
+
+def _whole_delta(turn: Turn) -> TokenDelta:
+    return TokenDelta(
+        token_ids=turn.token_ids, sampled_logprobs=turn.sampled_logprobs, text=turn.raw_text
+    )

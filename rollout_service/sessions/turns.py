@@ -1,0 +1,350 @@
+"""A model turn: what it appends, what it samples, what it commits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from harness_sdk.errors import BudgetExhausted, EngineError, InvalidRequest
+from harness_sdk.record import NodeKind
+from harness_sdk.types import (
+    FinishReason,
+    Message,
+    SamplingOptions,
+    TokenDelta,
+    ToolSchemas,
+    Turn,
+)
+from rollout_service.chat.hermes import ParsedReply, parse_reply
+from rollout_service.chat.tokenizer import TextStream
+from rollout_service.chat.tools import parse_tools, static_schemas
+from rollout_service.cursors import Cursor, child_cursor
+from rollout_service.engine.base import Generated, SampledToken
+from rollout_service.sessions.appending import engine_errors, extend, kind_of, render
+from rollout_service.sessions.episode import Episode
+from rollout_service.sessions.replies import TurnReply
+from rollout_service.sessions.threads import Note, Step, Thread, short
+
+Emit = Callable[[TokenDelta], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What a turn is asked for."""
+
+    messages: tuple[Message, ...] = ()
+    tools_json: str = ""
+    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    demonstration: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What a turn appends before it samples."""
+
+    notes: list[Note]
+    token_ids: tuple[int, ...]
+    tools: ToolSchemas
+    sampling_limit: int
+
+
+async def take_turn(
+    episode: Episode, thread: Thread, request: TurnRequest, emit: Emit
+) -> TurnReply:
+    """Append what is new, sample (or append a demonstration), commit both together.
+
+    A failure or a cancellation leaves the head where it was and no residency behind.
+
+    Raises:
+        BudgetExhausted: No turn is left, or the messages do not fit.
+        InvalidRequest: The request cannot be served.
+        EngineError: The engine failed.
+    """
+    _check_sampling(episode, request.sampling)
+    episode.guardrails.check_turn(thread)
+    plan = await _plan(episode, thread, request)
+    version = episode.version_for_turn(thread)
+    fresh: list[Cursor] = []
+    try:
+        parent = thread.head
+        if plan.token_ids:
+            parent = await extend(episode, parent, plan.token_ids, thread.mounts, version)
+            fresh.append(parent)
+        assert parent is not None
+        if request.demonstration is not None:
+            turn, finish = await _demonstrate(episode, parent, request, plan, version, emit)
+        else:
+            turn, finish = await _sample(episode, parent, request, plan, version, emit)
+        fresh.append(turn)
+    except BaseException:
+        await episode.service.engine.release(fresh)
+        raise
+    observation = fresh[0] if len(fresh) == 2 else None
+    return _commit(episode, thread, request, plan, observation, turn, finish)
+
+
+async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan:
+    tools = _tools(episode, thread, request)
+    notes = [*thread.pending, *(Note(message=message) for message in request.messages)]
+    if thread.head is None and not notes:
+        raise InvalidRequest(
+            "the first turn has no messages", value=0, limit="1 or more", remedy="give a prompt"
+        )
+    roster = episode.guardrails.roster_note(thread, list(episode.threads.values()))
+    if roster is not None and thread.head is not None:
+        notes.append(roster)
+    token_ids = await _render(episode, thread, notes, tools)
+    opening = len(episode.service.chat.generation_prompt)
+    reserve = episode.guardrails.reserve_note(thread, len(token_ids) + opening)
+    if reserve is not None:
+        with_notice = await _render(episode, thread, [*notes, reserve], tools)
+        with contextlib.suppress(BudgetExhausted):
+            episode.guardrails.check_cost(thread, len(with_notice) + opening, 1)
+            notes, token_ids = [*notes, reserve], with_notice
+    cost = len(token_ids) + opening
+    episode.guardrails.check_cost(thread, cost, 1)
+    thread.exhausted = None
+    in_reserve = thread.reserve_noted or reserve is not None
+    limit = episode.guardrails.sampling_limit(thread, cost, in_reserve=in_reserve)
+    return _Plan(notes=notes, token_ids=token_ids, tools=tools, sampling_limit=limit)
+
+
+async def _render(
+    episode: Episode, thread: Thread, notes: Sequence[Note], tools: ToolSchemas
+) -> tuple[int, ...]:
+    messages = [note.message for note in notes]
+    if thread.head is None:
+        listed = [*tools, *static_schemas(episode.request.primitives)]
+        return await render(episode, messages, listed)
+    return (*thread.due, *await render(episode, messages))
+
+
+def _tools(episode: Episode, thread: Thread, request: TurnRequest) -> ToolSchemas:
+    """The agent's tools; only the root's first turn may bring them."""
+    if not request.tools_json:
+        return episode.tools
+    tools = parse_tools(request.tools_json)
+    if thread.head is not None and tools != list(episode.tools):
+        raise InvalidRequest(
+            "the tool list is fixed by the root's first turn",
+            value=", ".join(tool["function"]["name"] for tool in tools) or "no tools",
+            limit=", ".join(tool["function"]["name"] for tool in episode.tools) or "no tools",
+            remedy="leave tools out of later turns",
+            episode_id=episode.episode_id,
+            thread_id=thread.thread_id,
+        )
+    names = [tool["function"]["name"] for tool in tools]
+    double = sorted({n for n in names if names.count(n) > 1 or n in episode.request.primitives})
+    if double:
+        raise InvalidRequest(
+            "tool names are not unique",
+            value=", ".join(double),
+            limit="each name once; the service describes the primitives itself",
+        )
+    return tools
+
+
+async def _sample(
+    episode: Episode, parent: Cursor, request: TurnRequest, plan: _Plan, version: int, emit: Emit
+) -> tuple[Cursor, FinishReason]:
+    service = episode.service
+    max_tokens = min(request.sampling.max_tokens, plan.sampling_limit)
+    text = TextStream(service.chat.tokenizer)
+    with engine_errors(episode):
+        events = service.engine.generate(
+            parent,
+            service.chat.generation_prompt,
+            dataclasses.replace(request.sampling, max_tokens=max_tokens),
+            stop_token_ids=service.chat.stop_token_ids,
+            policy_version=version,
+        )
+        async with _closing(events):
+            async for event in events:
+                if isinstance(event, Generated):
+                    return event.cursor, event.finish_reason
+                emit(_delta(event, text, service.chat.stop_token_ids))
+    raise EngineError("the engine ended a turn without a cursor", episode_id=episode.episode_id)
+
+
+async def _demonstrate(
+    episode: Episode, parent: Cursor, request: TurnRequest, plan: _Plan, version: int, emit: Emit
+) -> tuple[Cursor, FinishReason]:
+    chat = episode.service.chat
+    reply = chat.reply(request.demonstration or "")
+    room = plan.sampling_limit
+    if episode.guardrails.model_driven:
+        # The last word of a demonstration may use the reserve: it is `done`.
+        room += episode.guardrails.limits.answer_reserve
+    if len(reply) > room:
+        raise BudgetExhausted(
+            "the demonstration does not fit the thread's budget",
+            value=f"{len(reply)} tokens",
+            limit=f"{room} tokens",
+            remedy="shorten it, or open the episode with a higher thread_budget",
+            episode_id=episode.episode_id,
+        )
+    opening = chat.generation_prompt
+    cursor = await extend(
+        episode,
+        parent,
+        (*opening, *reply),
+        parent.mounts,
+        version,
+        score_from=len(opening),
+    )
+    emit(
+        TokenDelta(
+            token_ids=reply,
+            sampled_logprobs=cursor.sampled_logprobs,
+            text=chat.tokenizer.decode(reply[:-1]),
+        )
+    )
+    return cursor, "stop"
+
+
+def _trim(episode: Episode, turn: Cursor) -> Cursor:
+    """The turn without a stop id that does not open the terminator; the engine rebuilds it."""
+    chat = episode.service.chat
+    last = turn.token_ids[-1]
+    if last not in chat.stop_token_ids or last == chat.terminator[0] or not turn.sampled[-1]:
+        return turn
+    return child_cursor(
+        turn.parent,
+        turn.token_ids[:-1],
+        mounts=turn.mounts,
+        policy_version=turn.policy_version,
+        sampled=turn.sampled[:-1],
+        sampled_logprobs=turn.sampled_logprobs[:-1],
+    )
+
+
+def _commit(
+    episode: Episode,
+    thread: Thread,
+    request: TurnRequest,
+    plan: _Plan,
+    observation: Cursor | None,
+    sampled: Cursor,
+    finish: FinishReason,
+) -> TurnReply:
+    """Make the turn the thread's head; nothing here can fail or wait."""
+    turn = _trim(episode, sampled)
+    if thread.head is None:
+        episode.tools = plan.tools
+    before = thread.steps[-1]
+    if observation is not None:
+        episode.add_node(thread, before, observation, kind_of(plan.notes))
+    before.took(plan.notes)
+    before.finished = True
+    thread.pending.clear()
+    terminator = episode.service.chat.terminator
+    stopped = turn.sampled[-1] and turn.token_ids[-1] == terminator[0]
+    step = Step(number=before.number + 1, turn=turn)
+    step.turn_due = thread.due = terminator[1:] if stopped else terminator
+    thread.steps.append(step)
+    thread.num_turns += 1
+    demonstrated = request.demonstration is not None
+    kind = NodeKind.DEMONSTRATION if demonstrated else NodeKind.TURN
+    temperature = 1.0 if demonstrated else request.sampling.temperature
+    episode.add_node(thread, step, turn, kind, temperature=temperature)
+    if turn is not sampled:
+        # Its residency serves nobody and goes with the episode.
+        episode.strays.append(sampled)
+        leaf = child_cursor(
+            turn,
+            sampled.token_ids[-1:],
+            mounts=turn.mounts,
+            policy_version=turn.policy_version,
+            sampled=(True,),
+            sampled_logprobs=sampled.sampled_logprobs[-1:],
+        )
+        episode.add_node(thread, step, leaf, kind, temperature=temperature, on_path=False)
+    return _reply(episode, thread, request, step, sampled, finish)
+
+
+def _reply(
+    episode: Episode,
+    thread: Thread,
+    request: TurnRequest,
+    step: Step,
+    sampled: Cursor,
+    finish: FinishReason,
+) -> TurnReply:
+    chat = episode.service.chat
+    ids = sampled.token_ids[sampled.sampled.index(True) :] if any(sampled.sampled) else ()
+    ended_by_id = bool(ids) and ids[-1] in chat.stop_token_ids
+    raw = chat.tokenizer.decode(ids[:-1] if ended_by_id else ids)
+    stops = () if request.demonstration is not None else request.sampling.stop
+    parsed = parse_reply(_before_stop(raw, stops), step=step.number)
+    step.summary = _summary(parsed)
+    ended = episode.guardrails.after_turn(thread, parsed.tool_calls)
+    if ended is not None:
+        thread.end(ended)
+    turn = Turn(
+        step=step.number,
+        text=parsed.text,
+        reasoning=parsed.reasoning,
+        tool_calls=parsed.tool_calls,
+        raw_text=raw,
+        finish_reason=finish,
+        token_ids=ids,
+        sampled_logprobs=sampled.sampled_logprobs,
+        policy_version=sampled.policy_version,
+        budget=episode.budget(thread),
+        thread_ended=ended,
+    )
+    return TurnReply(head=episode.moved(thread), turn=turn)
+
+
+def _summary(parsed: ParsedReply) -> str:
+    if parsed.tool_calls:
+        return short(", ".join(call.name or "bad call" for call in parsed.tool_calls))
+    return short(parsed.text)
+
+
+def _before_stop(raw: str, stops: Sequence[str]) -> str:
+    cuts = [at for stop in stops if stop and (at := raw.find(stop)) >= 0]
+    return raw[: min(cuts)] if cuts else raw
+
+
+def _delta(event: SampledToken, text: TextStream, stops: frozenset[int]) -> TokenDelta:
+    return TokenDelta(
+        token_ids=(event.token_id,),
+        sampled_logprobs=(event.logprob,),
+        text=text.finish() if event.token_id in stops else text.push(event.token_id),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _closing(events: AsyncIterator[object]) -> AsyncIterator[None]:
+    """Close the engine's iterator however the block ends."""
+    try:
+        yield
+    finally:
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _check_sampling(episode: Episode, sampling: SamplingOptions) -> None:
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("max_tokens", sampling.max_tokens >= 1, "1 or more"),
+        ("temperature", 0 <= sampling.temperature <= 100, "0 to 100"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0, at most 1"),
+        ("top_k", sampling.top_k >= 0, "0 or more"),
+    )
+    for name, good, limit in rules:
+        if not good:
+            raise InvalidRequest(
+                f"sampling.{name} is out of range", value=getattr(sampling, name), limit=limit
+            )
+    truncated = sampling.top_p < 1 or sampling.top_k > 0
+    if truncated and not episode.service.options.allow_truncated_sampling:
+        raise InvalidRequest(
+            "top_p and top_k cannot be trained on: their mask is not recorded",
+            value=f"top_p={sampling.top_p}, top_k={sampling.top_k}",
+            limit="top_p=1, top_k=0",
+            remedy="leave them out, or let the service allow truncated sampling for evaluation",
+        )

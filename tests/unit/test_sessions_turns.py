@@ -1,0 +1,321 @@
+"""Turns: what is appended where, what is sampled once, what a failure leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from harness_sdk.errors import (
+    EngineError,
+    EpisodeNotFound,
+    InvalidRequest,
+    StaleHead,
+    ThreadEnded,
+    ThreadNotFound,
+)
+from harness_sdk.record import NodeKind
+from harness_sdk.types import Message, SamplingOptions, TokenDelta
+from rollout_service.sessions.replies import TurnReply
+from tests.session_cases import CHAT, Bench, ScriptedEngine, path_text, text, tool_call
+
+IM_END = CHAT.tokenizer.im_end
+ENDOFTEXT = next(iter(CHAT.stop_token_ids - {IM_END}))
+USER = [Message(role="user", content="hi")]
+TOOL = [Message(role="tool", content="4 hits")]
+
+
+def ids(reply: str, *end: int) -> tuple[int, ...]:
+    return (*CHAT.reply(reply)[:-1], *end)
+
+
+async def test_a_sampled_turn_end_opens_the_terminator_once() -> None:
+    bench = Bench()
+    engine = bench.engine
+    assert isinstance(engine, ScriptedEngine)
+    episode = await bench.open()
+    engine.scripts += [ids("one", IM_END), ids("two", IM_END)]
+    first = await bench.sessions.turn(bench.call(), USER)
+    assert (first.step, first.raw_text, first.finish_reason) == (1, "one", "stop")
+    assert first.token_ids[-1] == IM_END
+    assert first.sampled_logprobs == (-0.5,) * len(first.token_ids)
+    await bench.sessions.turn(bench.call(), TOOL)
+    expected = (
+        "<|im_start|>system\nTools: fork(branches), rewind(step, note), wait(branches), "
+        "done(answer, evidence)<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n4 hits\n</tool_response>\n"
+        "<tool_response>\n[end] call done\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\ntwo<|im_end|>"
+    )
+    seen = path_text(episode)
+    # The termination prompt was pending before the tool's answer came.
+    assert seen.replace(
+        "[end] call done\n</tool_response>\n<tool_response>\n4 hits",
+        "4 hits\n</tool_response>\n<tool_response>\n[end] call done",
+    ) == expected  # fmt: skip
+    record = await bench.close()
+    assert [node.kind for node in record.nodes] == [
+        NodeKind.CONTEXT,
+        NodeKind.TURN,
+        NodeKind.TERMINATION,
+        NodeKind.TURN,
+    ]
+    assert [node.step for node in record.nodes] == [0, 1, 1, 2]
+    turn = record.nodes[1]
+    opening = len(CHAT.generation_prompt)
+    assert turn.token_ids[:opening] == CHAT.generation_prompt
+    assert turn.sampled == (False,) * opening + (True,) * 4
+
+
+async def test_a_turn_cut_by_length_gets_its_terminator_unsampled() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=())
+    bench.engine.scripts += [ids("abcdef"), ids("x", IM_END)]
+    cut = await bench.sessions.turn(bench.call(), USER, sampling=SamplingOptions(max_tokens=3))
+    assert (cut.raw_text, cut.finish_reason, cut.thread_ended) == ("abc", "length", None)
+    await bench.sessions.turn(bench.call(), TOOL)
+    record = await bench.close()
+    assert text(record, 2).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
+    assert not any(record.nodes[2].sampled)
+
+
+async def test_another_stop_id_becomes_a_leaf_of_one_token() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=())
+    bench.engine.scripts += [ids("a", ENDOFTEXT), (ENDOFTEXT,), ids("b", IM_END)]
+    turn = await bench.sessions.turn(bench.call(), USER)
+    assert (turn.raw_text, turn.token_ids[-1], turn.finish_reason) == ("a", ENDOFTEXT, "stop")
+    await bench.sessions.turn(bench.call(), TOOL)
+    await bench.sessions.turn(bench.call(), TOOL)
+    record = await bench.close()
+    leaf = record.nodes[2]
+    assert (leaf.token_ids, leaf.sampled, leaf.parent) == ((ENDOFTEXT,), (True,), 1)
+    assert leaf.position_start == record.nodes[1].position_start + len(record.nodes[1].token_ids)
+    assert record.nodes[3].parent == 1, "the path goes on before the leaf"
+    assert text(record, 3).startswith("<|im_end|>\n")
+    # A turn that sampled nothing but the stop: its node holds the generation prompt alone.
+    assert not any(record.nodes[4].sampled) and record.nodes[5].token_ids == (ENDOFTEXT,)
+    assert record.num_sampled == 2 + 1 + 2
+    assert bench.engine.stats().resident_cursors == 0
+
+
+async def test_deltas_add_up_and_hold_whole_characters() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=())
+    bench.engine.scripts.append(ids("é漢", IM_END))
+    events = [event async for event in bench.sessions.generate(bench.call(), USER)]
+    deltas = [event for event in events if isinstance(event, TokenDelta)]
+    reply = events[-1]
+    assert isinstance(reply, TurnReply)
+    assert [d.text for d in deltas] == ["", "é", "", "", "漢", ""]
+    assert sum((d.token_ids for d in deltas), ()) == reply.turn.token_ids
+    assert sum((d.sampled_logprobs for d in deltas), ()) == reply.turn.sampled_logprobs
+
+
+async def test_a_demonstration_is_recorded_as_sampled_and_parsed() -> None:
+    bench = Bench()
+    await bench.open()
+    turn = await bench.say("root", tool_call("fork", branches={"a": "x"}))
+    assert turn.tool_calls[0].name == "fork"
+    record = await bench.close()
+    node = record.nodes[1]
+    assert node.kind is NodeKind.DEMONSTRATION
+    assert node.token_ids[-1] == IM_END and node.sampled[-1]
+    assert sum(node.sampled) == len(node.token_ids) - len(CHAT.generation_prompt)
+
+
+async def test_stop_strings_cut_the_text_and_keep_the_tokens() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=())
+    bench.engine.scripts.append(ids("answer\n\nObs"))
+    sampling = SamplingOptions(max_tokens=11, stop=("\n\nObs",))
+    turn = await bench.sessions.turn(bench.call(), USER, sampling=sampling)
+    assert turn.text == "answer"
+    assert turn.raw_text == "answer\n\nObs"
+
+
+async def test_a_cancelled_turn_leaves_the_head_and_no_residency() -> None:
+    bench = Bench()
+    engine = bench.engine
+    assert isinstance(engine, ScriptedEngine)
+    episode = await bench.open()
+    await bench.say()
+    head, resident = episode.root.head_id, engine.stats().resident_cursors
+    engine.gate = asyncio.Event()
+    engine.scripts.append(ids("long", IM_END))
+    task = asyncio.ensure_future(bench.sessions.turn(bench.call(), TOOL))
+    await engine.sampling.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (episode.root.head_id, engine.stats().resident_cursors) == (head, resident)
+    assert not episode.root.busy
+    engine.gate = None
+    engine.scripts.append(ids("again", IM_END))
+    await bench.sessions.turn(bench.call(expected_head=head), TOOL)
+    assert path_text(episode).count("4 hits") == 1
+
+
+async def test_an_engine_failure_is_typed_and_leaves_the_thread() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    episode = await bench.open()
+    bench.engine.failure = RuntimeError("out of luck")
+    bench.engine.scripts.append(ids("x", IM_END))
+    with pytest.raises(EngineError, match="out of luck") as caught:
+        await bench.sessions.turn(bench.call(), USER)
+    assert caught.value.episode_id == "e"
+    assert episode.nodes == [] and bench.engine.stats().resident_cursors == 0
+    bench.engine.failure = None
+    bench.engine.scripts.append(ids("x", IM_END))
+    assert (await bench.sessions.turn(bench.call(), USER)).step == 1
+
+
+async def test_two_writers_never_interleave() -> None:
+    bench = Bench()
+    engine = bench.engine
+    assert isinstance(engine, ScriptedEngine)
+    episode = await bench.open(primitives=())
+    engine.gate = asyncio.Event()
+    engine.scripts.append(ids("x", IM_END))
+    first = asyncio.ensure_future(bench.sessions.turn(bench.call(), USER))
+    await engine.sampling.wait()
+    with pytest.raises(StaleHead, match="another call runs on the thread: generate"):
+        await bench.sessions.done(bench.call(), "late")
+    before = episode.root.head_id
+    engine.gate.set()
+    await first
+    with pytest.raises(StaleHead) as caught:
+        await bench.sessions.done(bench.call(expected_head=before), "stale")
+    assert (caught.value.value, caught.value.limit) == (
+        f"expected head {before}",
+        f"head {episode.root.head_id}",
+    )
+
+
+async def test_a_call_right_after_a_cancelled_one_waits_for_its_end() -> None:
+    bench = Bench(busy_grace_s=5.0)
+    engine = bench.engine
+    assert isinstance(engine, ScriptedEngine)
+    await bench.open()
+    engine.gate = asyncio.Event()
+    engine.scripts.append(ids("x", IM_END))
+    first = asyncio.ensure_future(bench.sessions.turn(bench.call(), USER))
+    await engine.sampling.wait()
+    second = asyncio.ensure_future(bench.sessions.done(bench.call(), "answer"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).status == "done"
+
+
+async def test_a_repeated_key_returns_the_first_reply() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    episode = await bench.open(primitives=())
+    bench.engine.scripts.append(ids("once", IM_END))
+    call = bench.call(expected_head=episode.root.head_id, idempotency_key="k")
+    first = [event async for event in bench.sessions.generate(call, USER)]
+    again = [event async for event in bench.sessions.generate(call, USER)]
+    assert again[-1] == first[-1]
+    delta, reply = again
+    assert isinstance(delta, TokenDelta) and isinstance(reply, TurnReply)
+    assert delta.token_ids == reply.turn.token_ids
+    assert len(episode.nodes) == 2
+    with pytest.raises(InvalidRequest, match="key was used for generate"):
+        await bench.sessions.done(bench.call(idempotency_key="k"), "x")
+
+
+async def test_a_concurrent_repeat_waits_for_the_first() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    episode = await bench.open(primitives=())
+    bench.engine.scripts.append(ids("once", IM_END))
+    call = bench.call(idempotency_key="k")
+    turns = await asyncio.gather(*(bench.sessions.turn(call, USER) for _ in range(3)))
+    assert turns[0] == turns[1] == turns[2]
+    assert len(episode.nodes) == 2
+
+
+async def test_kept_replies_are_bounded() -> None:
+    bench = Bench(max_replies=2)
+    episode = await bench.open(primitives=())
+    await bench.say()
+    for index in range(4):
+        await bench.sessions.fork(bench.call(idempotency_key=f"k{index}"), {f"b{index}": "x"})
+    assert list(episode._replies._kept) == ["k2", "k3"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [
+        (SamplingOptions(max_tokens=0), "max_tokens"),
+        (SamplingOptions(temperature=-1), "temperature"),
+        (SamplingOptions(temperature=float("nan")), "temperature"),
+        (SamplingOptions(top_p=0), "top_p"),
+        (SamplingOptions(top_p=0.9), "top_p"),
+        (SamplingOptions(top_k=5), "top_k"),
+    ],
+)
+async def test_sampling_that_cannot_be_served_is_refused(
+    sampling: SamplingOptions, name: str
+) -> None:
+    bench = Bench()
+    await bench.open()
+    with pytest.raises(InvalidRequest, match=name):
+        await bench.sessions.turn(bench.call(), USER, sampling=sampling)
+
+
+async def test_tools_come_with_the_first_turn_alone() -> None:
+    bench = Bench()
+    episode = await bench.open()
+    tools = '[{"type": "function", "function": {"name": "search", "parameters": {}}}]'
+    await bench.sessions.turn(bench.call(), USER, tools_json=tools, demonstration="x")
+    assert "Tools: search(), fork(branches)" in path_text(episode)
+    await bench.fork("a")
+    await bench.sessions.turn(bench.call("a"), (), tools_json=tools, demonstration="x")
+    with pytest.raises(InvalidRequest, match="fixed by the root's first turn") as caught:
+        other = tools.replace("search", "open")
+        await bench.sessions.turn(bench.call("a"), (), tools_json=other, demonstration="x")
+    assert (caught.value.value, caught.value.limit) == ("open", "search")
+
+
+async def test_a_tool_with_a_primitives_name_is_refused() -> None:
+    bench = Bench()
+    await bench.open()
+    tools = '[{"type": "function", "function": {"name": "done"}}]'
+    with pytest.raises(InvalidRequest, match="not unique; got done"):
+        await bench.sessions.turn(bench.call(), USER, tools_json=tools, demonstration="x")
+
+
+async def test_unknown_addresses_and_ended_threads_are_typed() -> None:
+    bench = Bench()
+    await bench.open()
+    with pytest.raises(EpisodeNotFound, match="no such episode"):
+        bench.sessions.episode("other")
+    with pytest.raises(ThreadNotFound) as caught:
+        await bench.sessions.turn(bench.call("x"), USER)
+    assert (caught.value.value, caught.value.limit) == ("x", "root")
+    with pytest.raises(InvalidRequest, match="first turn has no messages"):
+        await bench.sessions.turn(bench.call(), ())
+    await bench.sessions.done(bench.call(), "a")
+    with pytest.raises(ThreadEnded, match="no generate; got done"):
+        await bench.sessions.turn(bench.call(), USER)
+
+
+async def test_refresh_takes_the_newest_version_and_keep_the_first() -> None:
+    for policy, expected in (("keep", 0), ("refresh", 1)):
+        bench = Bench()
+        await bench.engine.load_adapter(1, "")
+        await bench.open(version_policy=policy, primitives=())
+        await bench.say()
+        bench.version = 1
+        turn = await bench.say()
+        assert turn.policy_version == expected
+        assert bench.sessions.versions_in_use() == {expected}
+        record = await bench.close()
+        assert [node.policy_version for node in record.nodes] == [0, 0, expected, expected]
