@@ -1,0 +1,237 @@
+"""What is particular to the transformers engine: states bit for bit, faults, layers, fairness."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from harness_sdk.errors import ConfigError, EngineError, Unavailable
+from harness_sdk.types import SamplingOptions
+from rollout_service.cursors import Cursor
+from rollout_service.engine.transformers import TransformersEngine
+from rollout_service.engine.transformers.model import model_hash
+from tests.engine_cases import Play, save_adapter, sharp_model, span
+from tests.reference import Reference
+from tests.tiny_models import save_tiny_model
+
+# PEFT 0.21 reads a property that transformers 5.24 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+HYBRIDS = ("qwen3_5", "granitemoehybrid")
+
+
+@pytest.fixture(params=HYBRIDS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def engine(
+    family: str, model_folder: Callable[[str], Path]
+) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(str(model_folder(family)))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+def play(engine: TransformersEngine, family: str) -> Play:
+    reference = Reference(sharp_model(family), engine.info.mount_layers)
+    return Play(engine=engine, reference=reference, rng=random.Random(1))
+
+
+def states(engine: TransformersEngine, cursor: Cursor) -> dict[int, tuple[torch.Tensor, ...]]:
+    found = engine.recurrent_states(cursor, policy_version=0)
+    assert found is not None
+    return {layer: tuple(part.clone() for part in state) for layer, state in found.items()}
+
+
+async def test_mounting_leaves_recurrent_states_bit_equal(
+    engine: TransformersEngine, play: Play
+) -> None:
+    root = await play.extend(None, 20)
+    producer = await play.turn(root, 8, seed=1)
+    reader = await play.extend(root, 7)
+    await play.extend(producer, 1)
+    before = {cursor: states(engine, cursor) for cursor in (producer, reader)}
+    assert all(before.values())
+    mounted = await play.extend(reader, (1, 2, 3), span(producer))
+    plain = await play.extend(reader, (1, 2, 3))
+    await play.turn(mounted, 5, seed=2)
+    for cursor, old in before.items():
+        new = states(engine, cursor)
+        for layer, parts in old.items():
+            assert all(torch.equal(a, b) for a, b in zip(parts, new[layer], strict=True))
+    # Recurrent layers below the first attention layer never see the mount; those above do,
+    # through their inputs.
+    first_attention = engine.info.mount_layers[0]
+    with_mount, without = states(engine, mounted), states(engine, plain)
+    for layer, parts in with_mount.items():
+        same = [torch.equal(a, b) for a, b in zip(parts, without[layer], strict=True)]
+        assert same == [layer < first_attention] * 2
+
+
+async def test_rebuilt_states_equal_those_before_eviction(
+    engine: TransformersEngine, play: Play
+) -> None:
+    root = await play.extend(None, 70)
+    reader = await play.extend(root, 9, span(await play.extend(root, 5)))
+    before = states(engine, reader)
+    await engine.evict([root, reader])
+    assert engine.recurrent_states(reader, policy_version=0) is None
+    await play.extend(reader, 1)
+    for layer, parts in states(engine, reader).items():
+        assert all(torch.equal(a, b) for a, b in zip(parts, before[layer], strict=True))
+
+
+async def test_state_of_a_turn_stops_before_its_last_token(
+    engine: TransformersEngine, play: Play
+) -> None:
+    root = await play.extend(None, 12)
+    turn = await play.turn(root, 6, seed=3)
+    short = await engine.extend(root, turn.token_ids[:-1], mounts=(), policy_version=0)
+    for layer, parts in states(engine, turn).items():
+        for one, other in zip(parts, states(engine, short)[layer], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    full = await engine.extend(root, turn.token_ids, mounts=(), policy_version=0)
+    await play.extend(turn, 1)
+    for layer, parts in states(engine, turn).items():
+        for one, other in zip(parts, states(engine, full)[layer], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+async def test_failed_forward_fails_its_requests_and_the_loop_survives(
+    engine: TransformersEngine, play: Play
+) -> None:
+    root = await play.extend(None, 10)
+    baseline = engine.stats()
+
+    def break_on(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if (args[0] == 13).any():
+            raise RuntimeError("device lost")
+
+    assert engine._model is not None
+    handle = engine._model.module.get_input_embeddings().register_forward_pre_hook(break_on)
+    with pytest.raises(EngineError, match="device lost"):
+        await play.extend(root, (13,))
+    with pytest.raises(EngineError, match="device lost"):
+        await play.sample(root, 5, prompt=(13,))
+    handle.remove()
+    stats = engine.stats()
+    assert (stats.running, stats.tokens_resident) == (0, baseline.tokens_resident)
+    play.check(await play.turn(root, 5, seed=1))
+
+
+async def test_close_ends_running_requests(engine: TransformersEngine, play: Play) -> None:
+    root = await play.extend(None, 10)
+    turn = asyncio.create_task(play.turn(root, 900, seed=1))
+    while engine.stats().running == 0:
+        await asyncio.sleep(0.001)
+    await engine.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await turn
+    with pytest.raises(Unavailable, match="not running"):
+        await play.extend(root, 1)
+
+
+async def test_long_prefill_does_not_starve_decodes(engine: TransformersEngine, play: Play) -> None:
+    root = await play.extend(None, 10)
+    stream = engine.generate(
+        root, (1,), SamplingOptions(max_tokens=500), stop_token_ids=frozenset(), policy_version=0
+    )
+    await anext(stream)
+    sampled = engine.stats().tokens_sampled
+    # 2,000 tokens are four steps; each carries the decode along.
+    await engine.extend(None, play.tokens(2000), mounts=(), policy_version=0)
+    assert engine.stats().tokens_sampled - sampled >= 4
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_versions_take_turns(
+    engine: TransformersEngine,
+    play: Play,
+    family: str,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    save_adapter(tmp_path, model_folder(family), family)
+    await engine.load_adapter(1, str(tmp_path))
+    root = await play.extend(None, 10)
+    long = asyncio.create_task(play.sample(root, 400, seed=1, version=0))
+    while engine.stats().running == 0:
+        await asyncio.sleep(0.001)
+    short = await play.sample(root, 20, seed=1, version=1)
+    assert not long.done()
+    assert short.cursor.policy_version == 1
+    long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+
+
+async def test_mount_layers_are_chosen_and_checked(model_folder: Callable[[str], Path]) -> None:
+    expected = {"qwen3_5": (2, 5), "granitemoehybrid": (1, 3), "llama": (3, 4), "qwen3": (3, 4)}
+    for family, layers in expected.items():
+        engine = TransformersEngine(str(model_folder(family)))
+        await engine.start()
+        assert engine.info.mount_layers == layers
+        await engine.close()
+    chosen = TransformersEngine(str(model_folder("llama")), mount_layers=(7, 0))
+    await chosen.start()
+    play = Play(
+        engine=chosen, reference=Reference(sharp_model("llama"), (0, 7)), rng=random.Random(1)
+    )
+    root = await play.extend(None, 12)
+    play.check(await play.extend(root, 3, span(await play.extend(root, 9), 2, 8)))
+    await chosen.close()
+    wrong = TransformersEngine(str(model_folder("qwen3_5")), mount_layers=(2, 3))
+    with pytest.raises(ConfigError, match=r"without attention; got \[3\]; allowed: \[2, 5\]"):
+        await wrong.start()
+
+
+async def test_models_and_dtypes_that_cannot_be_served_are_refused(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = hf.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
+    )
+    hf.Qwen3ForCausalLM(config).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match="full attention only; got sliding_attention"):
+        await TransformersEngine(str(tmp_path)).start()
+    with pytest.raises(ConfigError, match="unknown dtype; got int8"):
+        await TransformersEngine(str(model_folder("llama")), dtype="int8").start()
+
+
+async def test_float64_agrees_with_float32(engine: TransformersEngine, play: Play) -> None:
+    wide = TransformersEngine(engine.info.model, dtype="float64")
+    await wide.start()
+    tokens = play.tokens(90)
+    one = await engine.score(tokens, policy_version=0)
+    other = await wide.score(tokens, policy_version=0)
+    assert one == pytest.approx(other, abs=2e-5)
+    await wide.close()
+
+
+def test_model_hash_follows_the_files(tmp_path: Path) -> None:
+    first = save_tiny_model(tmp_path / "first", "llama", seed=1)
+    same = save_tiny_model(tmp_path / "same", "llama", seed=1)
+    other = save_tiny_model(tmp_path / "other", "llama", seed=2)
+    assert model_hash(str(first)) == model_hash(str(same)) != model_hash(str(other))
+    (same / "README.md").write_text("not part of the model")
+    assert model_hash(str(first)) == model_hash(str(same))
