@@ -1,0 +1,1 @@
+"""`octopus demo`: a tiny branching agent, warmed up and trained online on this machine."""
