@@ -78,6 +78,10 @@ class Adapters:
         """What this replica retains about itself."""
         return self._state
 
+    def advertise(self, address: str) -> None:
+        """Tell in the state where this replica is reached."""
+        self._state = replace(self._state, address=address)
+
     def newest(self) -> int:
         """Version that new episodes begin with."""
         return max(self._served)

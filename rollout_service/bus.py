@@ -12,7 +12,7 @@ import logging
 import random
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -61,7 +61,7 @@ class ControlBus:
         if self._task is None:
             return
         self._closing = True
-        self.publish(replace(self._state, alive=False))
+        self.publish(_gone(self._state))
         await asyncio.wait([self._task], timeout=grace_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -90,7 +90,9 @@ class ControlBus:
                 async with aiomqtt.Client(
                     **self._options,
                     keepalive=_KEEPALIVE_S,
-                    will=aiomqtt.Will(self._replica_topic, self._last_will(), qos=1, retain=True),
+                    will=aiomqtt.Will(
+                        self._replica_topic, _gone(self._state).to_json(), qos=1, retain=True
+                    ),
                 ) as client:
                     self.num_connections += 1
                     delay_s = _FIRST_DELAY_S
@@ -100,9 +102,6 @@ class ControlBus:
                 logger.warning("MQTT broker is away (%s); next try in %.1f s", error, delay_s)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(delay_s * 2, _LAST_DELAY_S)
-
-    def _last_will(self) -> str:
-        return ReplicaState(replica_id=self._state.replica_id, alive=False).to_json()
 
     async def _serve(self, client: aiomqtt.Client) -> None:
         """Publish and receive until the connection breaks, or until closing is announced."""
@@ -201,6 +200,10 @@ async def _retained(
                     yield str(message.topic), _bytes(message)
     except aiomqtt.MqttError as error:
         raise _away(error) from error
+
+
+def _gone(state: ReplicaState) -> ReplicaState:
+    return ReplicaState(replica_id=state.replica_id, alive=False)
 
 
 def _connection_options(url: str) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class EpisodeStream:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sender: asyncio.Task[None] | None = None
+        self._draining = False
         self._closed = False
         self.buffered_bytes = 0
         self.num_sent = 0
@@ -105,6 +106,12 @@ class EpisodeStream:
 
     async def close(self, grace_s: float = 10.0) -> None:
         """Send what is buffered, for at most `grace_s` seconds, then spill the rest."""
+        if self._closed:
+            return
+        async with self._changed:
+            # Writers that wait for room join the buffer now: what is spilled is not lost.
+            self._draining = True
+            self._changed.notify_all()
         try:
             async with asyncio.timeout(grace_s), self._changed:
                 await self._changed.wait_for(lambda: not self._buffer)
@@ -200,7 +207,7 @@ class EpisodeStream:
 
     async def _write(self, pending: _Pending) -> str:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._fits(len(pending.data)))
+            await self._changed.wait_for(lambda: self._draining or self._fits(len(pending.data)))
             if self._closed:
                 raise _closed()
             self._push(pending)

@@ -25,7 +25,8 @@ _MIN_DISK_GIB, _GOOD_DISK_GIB = 1, 10
 _MAX_SKEW_S = 2.0
 # Before this project's first commit: the clock was never set.
 _EARLIEST_S = 1_767_225_600
-_DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+"""What the embedded server is run with, and an external one is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +184,9 @@ def check_redis(url: str | None) -> Iterator[Check]:
     if not settings:
         yield Check(
             name="redis settings", level="warn", text="hidden: CONFIG GET is refused",
-            remedy=f"make sure of {', '.join(f'{k} {v}' for k, v in _DURABLE.items())}",
+            remedy=f"make sure of {', '.join(f'{k} {v}' for k, v in DURABLE.items())}",
         )  # fmt: skip
-    for key, ours in _DURABLE.items():
+    for key, ours in DURABLE.items():
         found = settings.get(key, ours)
         if found != ours:
             yield Check(

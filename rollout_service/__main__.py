@@ -1,0 +1,10 @@
+"""`python -m rollout_service`, the same as `octopus rollout`."""
+
+from __future__ import annotations
+
+import sys
+
+from harness_sdk.cli.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(["rollout", *sys.argv[1:]]))

@@ -1,0 +1,228 @@
+"""One replica: engine, sessions, gRPC server, stream, bus and adapters, wired and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from pathlib import Path
+
+import grpc
+
+from harness_sdk.cli.settings import render_config
+from harness_sdk.control import ReplicaState
+from harness_sdk.errors import AdapterError, ConfigError
+from rollout_service.adapters import Adapters
+from rollout_service.bus import ControlBus
+from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.config import RolloutConfig
+from rollout_service.engine.base import Engine
+from rollout_service.engine.transformers import TransformersEngine
+from rollout_service.server import RunningServer, serve
+from rollout_service.sessions import SessionOptions, Sessions
+from rollout_service.stream import EpisodeStream
+
+logger = logging.getLogger(__name__)
+
+
+async def run_service(config: RolloutConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then stop within `server.grace_s` a part."""
+    logger.info("resolved configuration:\n%s", render_config(config))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(_serve(config))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+class RolloutService:
+    """The parts of a replica, started in order and stopped in reverse; an async context manager.
+
+    Attributes:
+        address: `host:port` that the server is bound to, once entered.
+        sessions: The replica's episodes, once entered.
+        adapters: The versions that it serves, once entered.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._exit = contextlib.AsyncExitStack()
+        self.address = ""
+        self.sessions: Sessions
+        self.adapters: Adapters
+        self._stream: EpisodeStream | None = None
+        self._bus: ControlBus | None = None
+
+    async def __aenter__(self) -> RolloutService:
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._exit.aclose()
+
+    async def run(self) -> None:
+        """Apply each announced policy, until cancelled."""
+        if self._bus is None:
+            await asyncio.Event().wait()
+            return
+        async for announcement in self._bus.announcements():
+            self._bus.publish(await self.adapters.apply(announcement))
+
+    async def _start(self) -> None:
+        config = self._config
+        tokenizer, chat = await asyncio.to_thread(_load_chat, config)
+        engine = _engine(config, tokenizer)
+        await engine.start()
+        self._exit.push_async_callback(engine.close)
+        self._stream = await self._open_stream()
+        self.adapters = self._new_adapters(engine, self._stream)
+        self._exit.push_async_callback(self.adapters.close)
+        self.sessions = Sessions(
+            engine,
+            chat,
+            self._stream,
+            _session_options(config),
+            newest_version=self.adapters.newest,
+            loaded_versions=lambda: self.adapters.state.versions,
+        )
+        server = await _open_server(config, self.sessions)
+        self._exit.push_async_callback(self._stop_server, server)
+        self.address = server.address
+        self.adapters.advertise(config.server.advertise or server.address)
+        if config.mqtt.url is None:
+            logger.warning("mqtt.url is unset: version 0 alone is served")
+        else:
+            # Told last and untold first: who reads the state finds a server that answers.
+            bus = ControlBus(config.mqtt.url, config.run, self.adapters.state)
+            self._bus = await self._exit.enter_async_context(bus)
+        logger.info("replica %s serves run %s at %s", config.replica_id, config.run, self.address)
+
+    async def _open_stream(self) -> EpisodeStream | None:
+        config = self._config
+        if config.redis.url is None:
+            logger.warning("redis.url is unset: episodes are not kept")
+            return None
+        stream = EpisodeStream(
+            config.redis.url,
+            config.run,
+            max_buffered_bytes=config.redis.max_buffered_bytes,
+            spill_path=config.folder / "unsent.records",
+            trim_every=config.redis.trim_every,
+        )
+        await stream.start()
+        self._exit.push_async_callback(stream.close, config.server.grace_s)
+        return stream
+
+    def _new_adapters(self, engine: Engine, stream: EpisodeStream | None) -> Adapters:
+        config = self._config
+
+        async def fetch(version: int, folder: Path) -> None:
+            if stream is None:
+                raise AdapterError(
+                    f"adapter {version} is in Redis, which this replica does not know",
+                    remedy="set redis.url",
+                )
+            await stream.fetch_adapter(version, folder, max_bytes=config.adapters.max_bytes)
+
+        return Adapters(
+            engine,
+            ReplicaState(replica_id=config.replica_id, alive=True, versions=(0,)),
+            run=config.run,
+            folder=config.folder / "adapters",
+            fetch=fetch,
+            pinned=lambda: self.sessions.versions_in_use(),
+            max_versions=config.adapters.max_versions,
+            max_bytes=config.adapters.max_bytes,
+            slot_wait_s=config.adapters.slot_wait_s,
+        )
+
+    async def _stop_server(self, server: RunningServer) -> None:
+        """Close every episode and end every call, whether Redis is there or not."""
+        grace_s = self._config.server.grace_s
+        stopping = asyncio.create_task(server.stop(grace_s))
+        await asyncio.wait([stopping], timeout=2 * grace_s)
+        if not stopping.done() and self._stream is not None:
+            # Closing waits for Redis: let the stream keep its records in a file instead.
+            await self._stream.close(0)
+        await stopping
+
+
+async def _serve(config: RolloutConfig) -> None:
+    async with RolloutService(config) as service:
+        await service.run()
+
+
+def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatML]:
+    assert config.model.path is not None
+    tokenizer = ChatTokenizer.load(config.model.path)
+    return tokenizer, ChatML(tokenizer, preamble=config.model.preamble)
+
+
+def _engine(config: RolloutConfig, tokenizer: ChatTokenizer) -> Engine:
+    assert config.engine.name == "transformers", "the configuration refuses every other engine"
+    return TransformersEngine(
+        str(config.model.path),
+        device=config.model.device,
+        dtype=config.model.dtype,
+        max_tokens=config.engine.max_tokens,
+        mount_layers=config.model.mount_layers,
+        max_num_seqs=config.engine.max_num_seqs,
+        detokenize=tokenizer.decode,
+    )
+
+
+async def _open_server(config: RolloutConfig, sessions: Sessions) -> RunningServer:
+    server = config.server
+    return await serve(
+        sessions,
+        host=server.host,
+        port=server.port,
+        max_message_bytes=server.max_message_bytes,
+        auth_token=server.token.get_secret_value() if server.token is not None else None,
+        tls=await asyncio.to_thread(_server_credentials, config),
+    )
+
+
+def _server_credentials(config: RolloutConfig) -> grpc.ServerCredentials | None:
+    server = config.server
+    if server.tls_cert is None or server.tls_key is None:
+        return None
+    pair = (_pem(server.tls_key), _pem(server.tls_cert))
+    client_ca = _pem(server.tls_client_ca) if server.tls_client_ca is not None else None
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )
+
+
+def _pem(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            "cannot read a TLS file", value=path, remedy=f"check the path: {error.strerror}"
+        ) from error
+
+
+def _session_options(config: RolloutConfig) -> SessionOptions:
+    limits = config.limits
+    return SessionOptions(
+        run=config.run,
+        replica_id=config.replica_id,
+        thread_budget=limits.thread_budget,
+        answer_reserve=limits.answer_reserve,
+        max_threads=limits.max_threads,
+        max_depth=limits.max_depth,
+        max_turns=limits.max_turns,
+        admission_kv_use=limits.admission_kv_use,
+    )

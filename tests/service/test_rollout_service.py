@@ -1,0 +1,129 @@
+"""The wired replica: an announced version goes live under running episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiomqtt
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from harness_sdk import control
+from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.settings import validate_config
+from harness_sdk.client import OctopusClient
+from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from harness_sdk.errors import ConfigError
+from harness_sdk.types import SamplingOptions
+from rollout_service.bus import read_bus_state
+from rollout_service.config import RolloutConfig
+from rollout_service.engine.transformers.model import model_hash
+from rollout_service.service import RolloutService
+from tests.tiny_models import LORA_TARGETS, save_tiny_model
+from tests.tiny_tokenizer import save_tiny_tokenizer
+
+# peft 0.21 reads the name that transformers 5.24 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+
+SAMPLING = SamplingOptions(max_tokens=3, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5"))
+
+
+@pytest.fixture
+async def settings(model: Path, tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
+    async with embedded_valkey(tmp_path / "valkey") as redis_url, embedded_broker() as mqtt_url:
+        yield {
+            "run": "live", "replica_id": "r", "run_folder": str(tmp_path / "runs"),
+            "model": {"path": str(model)}, "server": {"port": 0, "grace_s": 1},
+            "redis": {"url": redis_url}, "mqtt": {"url": mqtt_url},
+            "adapters": {"max_versions": 2, "slot_wait_s": 0},
+        }  # fmt: skip
+
+
+def _save_adapter(model: Path, folder: Path, seed: int) -> Path:
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=LORA_TARGETS["qwen3_5"], task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(seed)
+    peft.get_peft_model(base, config).save_pretrained(str(folder))
+    return folder
+
+
+async def _announce(url: str, model: Path, version: int, folder: Path) -> None:
+    data = (folder / control.ADAPTER_FILE).read_bytes()
+    announcement = PolicyAnnouncement(
+        version=version,
+        sha256=hashlib.sha256(data).hexdigest(),
+        num_tensors=len(load_file(folder / control.ADAPTER_FILE)),
+        rank=4,
+        alpha=8.0,
+        uri=folder.as_uri(),
+        base_model=model_hash(str(model)),
+        probe_token_ids=(1, 2, 3),
+    )
+    async with aiomqtt.Client("127.0.0.1", int(url.rpartition(":")[2])) as client:
+        await client.publish(control.policy_topic("live"), announcement.to_json(), 1, True)
+
+
+async def _state_until(url: str, holds: Callable[[ReplicaState], bool]) -> ReplicaState:
+    async with asyncio.timeout(20):
+        while True:
+            bus = await read_bus_state(url, "live", listen_s=0.1)
+            if bus.replicas and holds(bus.replicas[0]):
+                return bus.replicas[0]
+
+
+async def test_version_goes_live_under_a_running_episode(
+    settings: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    mqtt_url = settings["mqtt"]["url"]
+    folders = [_save_adapter(model, tmp_path / f"a{seed}", seed) for seed in (1, 2, 3)]
+    async with RolloutService(validate_config(RolloutConfig, settings)) as service:
+        applying = asyncio.create_task(service.run())
+        async with (
+            OctopusClient.connect(service.address) as client,
+            client.episode(task_id="old") as old,
+        ):
+            assert (await old.root.generate("a", sampling=SAMPLING)).policy_version == 0
+            await _announce(mqtt_url, model, 1, folders[0])
+            state = await _state_until(mqtt_url, lambda state: 1 in state.versions)
+            assert (state.address, state.alive, state.error) == (service.address, True, "")
+            assert len(state.probe_logprobs) == 2
+            # It keeps the version that it began with; a new one begins with the newest.
+            assert (await old.root.generate("b", sampling=SAMPLING)).policy_version == 0
+            async with client.episode(task_id="new") as new:
+                assert (await new.root.generate("a", sampling=SAMPLING)).policy_version == 1
+                await _announce(mqtt_url, model, 2, folders[1])
+                await _state_until(mqtt_url, lambda state: 2 in state.versions)
+                # Version 1 is held by `new` and 2 is the newest: there is no room for 3.
+                await _announce(mqtt_url, model, 3, folders[2])
+                state = await _state_until(mqtt_url, lambda state: state.error_version == 3)
+                assert "open episodes hold the old ones" in state.error
+                assert (await new.root.generate("b", sampling=SAMPLING)).policy_version == 1
+            await _announce(mqtt_url, model, 3, folders[2])
+            state = await _state_until(mqtt_url, lambda state: 3 in state.versions)
+            assert (state.versions, state.error) == ((0, 2, 3), "")
+            assert (await client.status()).policy_versions == (0, 2, 3)
+        applying.cancel()
+    assert not (await _state_until(mqtt_url, lambda state: not state.alive)).versions
+
+
+async def test_port_that_is_taken_is_a_configuration_error(settings: dict[str, Any]) -> None:
+    async with RolloutService(validate_config(RolloutConfig, settings)) as service:
+        port = int(service.address.rpartition(":")[2])
+        second = {**settings, "replica_id": "r2", "server": {"port": port}}
+        with pytest.raises(ConfigError, match="cannot bind"):
+            async with RolloutService(validate_config(RolloutConfig, second)):
+                pass
