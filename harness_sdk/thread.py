@@ -73,6 +73,10 @@ class Thread:
         """Model turns on the surviving path."""
         self.num_turns = 0
         """Model turns taken, rewound ones included."""
+        self.num_sampled = 0
+        """Tokens sampled in them."""
+        self.num_rewinds = 0
+        self.num_reads = 0
         self.budget: Budget | None = None
         """After the last call; None before the first."""
         self.status = ThreadStatus.RUNNING
@@ -227,6 +231,7 @@ class Thread:
             )
             self._moved(reply.head, reply.budget)
             self.step = reply.step
+            self.num_rewinds += 1
         await self._cancelled(reply.cancelled_threads)
         return _wire.rewind_result_from_proto(reply)
 
@@ -257,6 +262,7 @@ class Thread:
                 _channel.READ_THREAD, request, self._session.timeouts.call_s
             )
             self._moved(reply.head, reply.budget)
+            self.num_reads += 1
         return _wire.read_result_from_proto(reply, source)
 
     async def wait(
@@ -383,6 +389,7 @@ class Thread:
     def _took(self, turn: Turn, head: int) -> None:
         self._head, self.budget, self.step = head, turn.budget, turn.step
         self.num_turns += 1
+        self.num_sampled += len(turn.token_ids)
         if turn.thread_ended is not None:
             self.status = turn.thread_ended
 

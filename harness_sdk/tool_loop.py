@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
 import time
@@ -17,6 +18,17 @@ from harness_sdk.tools import Tool, tools_by_name
 from harness_sdk.types import Message, SamplingOptions, ThreadStatus, ToolCall, Turn
 
 logger = logging.getLogger(__name__)
+
+_thread: contextvars.ContextVar[Thread] = contextvars.ContextVar("octopus_thread")
+
+
+def current_thread() -> Thread:
+    """The thread whose loop called the tool that asks.
+
+    Raises:
+        LookupError: No loop runs here.
+    """
+    return _thread.get()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +165,7 @@ class _ThreadLoop:
 
     async def run(self, messages: Sequence[Message] = ()) -> None:
         """Turn after turn until the thread ends or its budgets allow no other."""
+        _thread.set(self._thread)
         while not self._thread.ended:
             turn = await self._turn(messages)
             if turn is None:
