@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from harness_sdk.errors import ConfigError
 
+ADDRESS_FILE = "address"
+"""File in a replica's folder that says where it listens, while it does."""
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -139,7 +142,7 @@ class RolloutConfig(Options):
 
     @property
     def folder(self) -> Path:
-        """What this replica keeps: cached adapters, episodes that Redis did not take."""
+        """What this replica keeps: its address, cached adapters, episodes that Redis refused."""
         return self.run_folder / self.run / self.replica_id
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from harness_sdk.errors import AdapterError, ConfigError
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
 from rollout_service.chat import ChatML, ChatTokenizer
-from rollout_service.config import RolloutConfig
+from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.base import Engine
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.server import RunningServer, serve
@@ -100,6 +100,9 @@ class RolloutService:
         self._exit.push_async_callback(self._stop_server, server)
         self.address = server.address
         self.adapters.advertise(config.server.advertise or server.address)
+        # Where a port of 0 was asked for, this is how its starter learns which one it became.
+        await asyncio.to_thread(_write_address, config, server.address)
+        self._exit.callback((config.folder / ADDRESS_FILE).unlink, missing_ok=True)
         if config.mqtt.url is None:
             logger.warning("mqtt.url is unset: version 0 alone is served")
         else:
@@ -161,6 +164,13 @@ class RolloutService:
 async def _serve(config: RolloutConfig) -> None:
     async with RolloutService(config) as service:
         await service.run()
+
+
+def _write_address(config: RolloutConfig, address: str) -> None:
+    config.folder.mkdir(parents=True, exist_ok=True)
+    partial = config.folder / f"{ADDRESS_FILE}.partial"
+    partial.write_text(address, "utf-8")
+    partial.replace(config.folder / ADDRESS_FILE)
 
 
 def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatML]:

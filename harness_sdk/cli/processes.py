@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Below Linux's ephemeral ports, 32768 and up: one of those may go to a client at any moment.
+_PORTS = range(20_000, 32_768)
 # Loaded before any fork: nothing may be imported between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -67,10 +70,15 @@ async def stop(process: asyncio.subprocess.Process, grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """A loopback port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port that nothing listens on now, and that no outgoing connection takes."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def _die_with(parent: int) -> None:

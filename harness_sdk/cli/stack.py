@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness_sdk.cli.embedded import ValkeyServer, embedded_broker
-from harness_sdk.cli.processes import free_port, spawn, stop
+from harness_sdk.cli.processes import spawn, stop
 from harness_sdk.cli.settings import render_toml, validate_config
 from harness_sdk.errors import ServiceError, Unavailable
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
+_POLL_S = 0.05
 _LOG_TAIL_BYTES = 2000
 _RESTART_PAUSE_S = 0.2
 
@@ -98,10 +98,7 @@ class LocalStack:
         if not self.mqtt_url:
             self.mqtt_url = await self._exit.enter_async_context(embedded_broker())
         if self._config.with_rollout:
-            port = self._config.port or free_port()
-            self.address = f"{_HOST}:{port}"
-            await self._start_service("rollout", rollout_settings(self._config, port))
-            await self._until_listening("rollout", port)
+            await self._start_rollout()
         if self._config.with_trainer:
             await self.start_trainer()
 
@@ -123,21 +120,28 @@ class LocalStack:
             environment["OCTOPUS_TOKEN"] = self._config.token.get_secret_value()
         return environment
 
-    async def _until_listening(self, name: str, port: int) -> None:
-        """Services listen once they can serve."""
-        process = self.processes[name]
+    async def _start_rollout(self) -> None:
+        """Start the rollout service and wait for it to say where it listens."""
+        from rollout_service.config import ADDRESS_FILE, RolloutConfig
+
+        settings = rollout_settings(self._config)
+        path = validate_config(RolloutConfig, settings).folder / ADDRESS_FILE
+        path.unlink(missing_ok=True)
+        await self._start_service("rollout", settings)
+        process = self.processes["rollout"]
         try:
             async with asyncio.timeout(self._config.start_s):
-                while not await _listening(port):
+                while not path.exists():
                     if process.returncode is not None:
-                        raise self._ended(name, process.returncode)
-                    await asyncio.sleep(0.05)
+                        raise self._ended("rollout", process.returncode)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise Unavailable(
-                f"the {name} service did not listen in time",
+                "the rollout service did not listen in time",
                 limit=f"{self._config.start_s:g} s",
-                remedy=f"see {self.log_path(name)} or raise start_s",
+                remedy=f"see {self.log_path('rollout')} or raise start_s",
             ) from error
+        self.address = path.read_text("utf-8")
 
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -160,7 +164,7 @@ class LocalStack:
         )
 
 
-def rollout_settings(config: StackConfig, port: int) -> dict[str, Any]:
+def rollout_settings(config: StackConfig) -> dict[str, Any]:
     """Settings of the rollout service; those of `config.rollout` win.
 
     Raises:
@@ -174,7 +178,7 @@ def rollout_settings(config: StackConfig, port: int) -> dict[str, Any]:
             "run_folder": str(config.folder),
             "replica_id": "replica-0",
             "model": {"path": str(config.model)},
-            "server": {"host": _HOST, "port": port},
+            "server": {"host": "127.0.0.1", "port": config.port},
         },
         config.rollout,
     )
@@ -210,15 +214,6 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value = _merged(below, value)
         merged[key] = value
     return merged
-
-
-async def _listening(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection(_HOST, port)
-    except OSError:
-        return False
-    writer.close()
-    return True
 
 
 def _tail(path: Path) -> str:

@@ -29,10 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(StackConfig, args.config, args.overrides)
     # Faults of either service's settings show before anything starts.
-    services = {
-        "rollout": rollout_settings(config, config.port),
-        "trainer": trainer_settings(config),
-    }
+    services = {"rollout": rollout_settings(config), "trainer": trainer_settings(config)}
     if args.dry_run:
         sys.stdout.write(render_config(config, args.dry_run))
         if args.dry_run == "toml":
