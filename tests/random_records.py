@@ -44,7 +44,7 @@ def random_record(
         A record that keeps design.md's rules: positions jump past mounts (Octopus Eq. 2),
         visibility is a set, sources precede their readers.
     """
-    writer = _Writer(
+    writer = RecordWriter(
         rng=rng,
         vocab_size=vocab_size,
         max_run=max_run,
@@ -52,47 +52,28 @@ def random_record(
         demonstrations=with_demonstrations,
         policy_version=policy_version,
     )
-    writer.append("root", NodeKind.CONTEXT, sampled=False)
+    writer.heads["root"] = writer.append("root", NodeKind.CONTEXT, sampled=False)
     writer.turn("root")
     events = [writer.turn, writer.turn, writer.fork, writer.rewind, writer.stop_leaf]
     events += [writer.read, writer.read] if with_mounts else []
     for _ in range(num_events):
         event = events[rng.integers(len(events))]
         event(str(rng.choice(sorted(writer.heads))))
-    return EpisodeRecord(
-        run="test",
-        episode_id=episode_id,
-        group_id=group_id,
-        task_id=group_id,
-        replica_id="replica-0",
-        nodes=tuple(writer.nodes),
-        threads=tuple(
-            ThreadSummary(
-                thread_id=name, parent="" if name == "root" else "root", depth=0, status="done"
-            )
-            for name in writer.heads
-        ),
-        reward=reward,
-        answer="",
-        stop_reason="done",
-        opened_at_s=0.0,
-        closed_at_s=1.0,
-        mount_layers=mount_layers,
-        model_hash="",
-        tokenizer_hash="",
-        template_hash="",
-        engine="test",
+    return writer.record(
+        episode_id=episode_id, group_id=group_id, mount_layers=mount_layers, reward=reward
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Writer:
+class RecordWriter:
+    """Writes a record node by node; positions and inherited mounts follow the rules."""
+
     rng: np.random.Generator
     vocab_size: int
-    max_run: int
-    temperatures: tuple[float, ...]
-    demonstrations: bool
-    policy_version: int
+    max_run: int = 6
+    temperatures: tuple[float, ...] = (1.0,)
+    demonstrations: bool = False
+    policy_version: int = 0
     nodes: list[Node] = field(default_factory=list)
     heads: dict[str, int] = field(default_factory=dict)
 
@@ -132,6 +113,40 @@ class _Writer:
         )
         self.nodes.append(node)
         return node.node_id
+
+    def record(
+        self,
+        *,
+        episode_id: str = "episode-0",
+        group_id: str = "group-0",
+        mount_layers: tuple[int, ...] = (0,),
+        reward: float | None = 1.0,
+    ) -> EpisodeRecord:
+        """What has been written so far."""
+        return EpisodeRecord(
+            run="test",
+            episode_id=episode_id,
+            group_id=group_id,
+            task_id=group_id,
+            replica_id="replica-0",
+            nodes=tuple(self.nodes),
+            threads=tuple(
+                ThreadSummary(
+                    thread_id=name, parent="" if name == "root" else "root", depth=0, status="done"
+                )
+                for name in self.heads
+            ),
+            reward=reward,
+            answer="",
+            stop_reason="done",
+            opened_at_s=0.0,
+            closed_at_s=1.0,
+            mount_layers=mount_layers,
+            model_hash="",
+            tokenizer_hash="",
+            template_hash="",
+            engine="test",
+        )
 
     def turn(self, thread: str) -> None:
         """A sampled (or demonstrated) turn and, mostly, an observation."""
@@ -173,6 +188,7 @@ class _Writer:
             wanted |= {(m.node_id, o) for m in source.mounts for o in range(m.begin, m.end)}
         new = sorted(wanted - visible)
         if not new:
+            self.turn(thread)
             return
         mounts = self.nodes[head].mounts + _spans(new)
         self.heads[thread] = self.append(thread, NodeKind.STUB, sampled=False, mounts=mounts)

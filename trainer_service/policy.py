@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,10 @@ class Policy:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._model.device
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's modules by name, adapters included."""
+        return self._model.named_modules()
 
     def named_trainable_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimiser updates, by the name within the Hugging Face model."""

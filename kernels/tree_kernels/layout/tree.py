@@ -114,7 +114,7 @@ class TreeLayout:
 
     def chunks(self, size: int | None = None) -> ChunkTable:
         """Chunks of at most `size` rows, each of which continues one other chunk."""
-        size = size or default_chunk_size(self.parents, self.cu_seqlens)
+        size = size or default_chunk_size(self.parents, self.cu_seqlens, self.device)
         return self._cached(("chunks", size), lambda: build_chunks(self, size))
 
     def tiles(self, *, mounted: bool, size: int | None = None) -> AttentionTiles:

@@ -1,0 +1,153 @@
+"""The packed layout against brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.tree_cases import TreeCase, random_case, tree_cases
+from tree_kernels.layout import AttentionTiles, TreeLayout, heavy_first_order
+
+
+def seen_by_tiles(tiles: AttentionTiles, total: int) -> torch.Tensor:
+    """How often each row sees each key, `[T, T]`, real rows alone."""
+    counts = torch.zeros(total, total, dtype=torch.int64)
+    offset = 0
+    for batch in tiles.batches:
+        mask = batch.mask()
+        num_tiles, size = batch.query_rows.shape
+        for tile in range(num_tiles):
+            for place in range(size):
+                row = int(batch.query_rows[tile, place])
+                if int(tiles.slots[row]) != offset + tile * size + place:
+                    continue
+                counts[row].index_add_(0, batch.key_rows[tile], mask[tile, place].long())
+        offset += num_tiles * size
+    return counts
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 64])
+@given(case=tree_cases())
+@settings(max_examples=40, deadline=None)
+def test_tiles_show_each_visible_key_exactly_once(case: TreeCase, mounted: bool, size: int) -> None:
+    tiles = case.layout.tiles(mounted=mounted, size=size)
+    counts = seen_by_tiles(tiles, sum(case.lengths))
+    assert torch.equal(counts, case.visible(mounted=mounted).long())
+
+
+@given(case=tree_cases())
+@settings(max_examples=60, deadline=None)
+def test_ancestors_are_keys_up_to_the_end_of_their_subtree(case: TreeCase) -> None:
+    layout = case.layout
+    exits = np.repeat(layout.exits, np.diff(layout.cu_seqlens))
+    rows = np.arange(layout.num_tokens)
+    by_exit = (rows[None] <= rows[:, None]) & (rows[:, None] < exits[None])
+    assert np.array_equal(by_exit, case.visible(mounted=False).numpy())
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+@given(case=tree_cases())
+@settings(max_examples=40, deadline=None)
+def test_chunks_continue_the_row_before_them_on_the_path(case: TreeCase, size: int) -> None:
+    layout = case.layout
+    table = layout.chunks(size)
+    rows = table.rows.tolist()
+    total = layout.num_tokens
+    paths = case.row_paths()
+    assert sorted(row for chunk in rows for row in chunk if row < total) == list(range(total))
+    assert [table.rows.flatten()[slot].item() for slot in table.slots] == list(range(total))
+    level_begins = np.cumsum([0, *table.level_sizes])
+    assert level_begins[-1] == len(rows)
+    for level, count in enumerate(table.level_sizes):
+        for index in range(count):
+            chunk = [row for row in rows[level_begins[level] + index] if row < total]
+            last = paths[chunk[-1]]
+            assert last[-len(chunk) :] == chunk
+            before = last[: -len(chunk)]
+            if level == 0:
+                assert not before
+                continue
+            source = int(table.sources[level - 1][index])
+            previous = [row for row in rows[level_begins[level - 1] + source] if row < total]
+            assert before[-1] == previous[-1]
+
+
+@given(case=tree_cases())
+@settings(max_examples=40, deadline=None)
+def test_conv_windows_are_the_last_rows_of_the_path(case: TreeCase) -> None:
+    total = sum(case.lengths)
+    rows, windows = case.layout.conv_taps(4)
+    expected = {
+        row: [total] * (4 - len(path[-4:])) + path[-4:] for row, path in enumerate(case.row_paths())
+    }
+    for row, window in zip(rows.tolist(), windows.tolist(), strict=True):
+        assert window == expected[row]
+    for row in set(range(total)) - set(rows.tolist()):
+        plain = [tap if tap >= 0 else total for tap in range(row - 3, row + 1)]
+        assert expected[row] == plain
+
+
+def test_heavy_first_keeps_chains_together_and_light_depth_low() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        count = int(rng.integers(2, 40))
+        parents = [-1] + [int(rng.integers(0, node)) for node in range(1, count)]
+        order = heavy_first_order(parents, [1] * count)
+        children = {node: [c for c in range(count) if parents[c] == node] for node in range(count)}
+        num_leaves = {}
+        for node in reversed(range(count)):
+            num_leaves[node] = sum(num_leaves[child] for child in children[node]) or 1
+        place = {node: index for index, node in enumerate(order)}
+        light_depth = {0: 0}
+        for node in order[1:]:
+            parent = parents[node]
+            heavy = max(num_leaves[child] for child in children[parent])
+            follows = place[node] == place[parent] + 1
+            assert not follows or num_leaves[node] == heavy
+            light_depth[node] = light_depth[parent] + (0 if follows else 1)
+        assert max(light_depth.values()) <= math.log2(num_leaves[0])
+
+
+def test_memory_grows_with_paths_and_not_with_the_square_of_the_strip() -> None:
+    episodes = 40
+    parents = [node for e in range(episodes) for node in (-1, 3 * e, 3 * e)]
+    layout = TreeLayout.build(parents, [100, 50, 50] * episodes)
+    assert layout.num_tokens == 8000
+    assert layout.tiles(mounted=False, size=64).num_cells < 8000 * 400
+
+
+def test_a_span_that_the_whole_subtree_sees_is_one_rectangle() -> None:
+    layout = TreeLayout.build(
+        [-1, 0, 1, 1, 0], [4, 2, 2, 2, 3], [[], [(10, 12)]] + [[(10, 12)]] * 2 + [[]]
+    )
+    assert layout.mounts == ((4, 10, 10, 12),)
+
+
+@pytest.mark.parametrize(
+    ("parents", "lengths", "mounts", "message"),
+    [
+        ([], [], None, "at least one node"),
+        ([-1, 0], [1, 0], None, "length 0"),
+        ([-1, 0, 0, 1], [1, 1, 1, 1], None, "depth-first"),
+        ([-1], [2], [[(1, 3)]], r"mounted rows \[1, 3\)"),
+        ([-1], [2, 3], None, "1 parents but 2 lengths"),
+    ],
+)
+def test_build_refuses_what_is_no_strip(
+    parents: list[int], lengths: list[int], mounts: list[list[tuple[int, int]]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeLayout.build(parents, lengths, mounts)
+
+
+def test_layout_tables_are_built_once_and_follow_the_device() -> None:
+    layout = random_case(np.random.default_rng(0), 50, 8).layout
+    assert layout.chunks(16) is layout.chunks(16)
+    assert layout.tiles(mounted=True) is layout.tiles(mounted=True)
+    assert layout.to("cpu") is layout
+    assert layout.to("meta").chunks(16).rows.device.type == "meta"
