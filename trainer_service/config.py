@@ -242,7 +242,7 @@ class TrainerConfig(Options):
     def _check_groups(self) -> None:
         batch = self.batch
         for name in ("episodes_per_step", "min_reward", "records", "epochs"):
-            if name in batch.model_fields_set and getattr(batch, name) is not None:
+            if _differs(batch, name):
                 raise _pair(f"batch.{name}", f"objective {self.objective}", "use objective sft")
         if batch.min_group > batch.group_size:
             raise ConfigError(
@@ -262,11 +262,11 @@ class TrainerConfig(Options):
             "group_deadline_s", "advantages",
         )  # fmt: skip
         for name in group_only:
-            if name in batch.model_fields_set and getattr(batch, name) is not None:
+            if _differs(batch, name):
                 raise _pair(f"batch.{name}", "objective sft", "remove it")
-        if self.loss.model_fields_set & {"clip_low", "clip_high", "importance_cap"}:
+        if self.loss != LossOptions():
             raise _pair("loss.*", "objective sft", "remove it")
-        if batch.records is None and "epochs" in batch.model_fields_set:
+        if batch.records is None and _differs(batch, "epochs"):
             raise _pair("batch.epochs", "the stream", "give batch.records")
 
     def _check_optim(self) -> None:
@@ -293,6 +293,11 @@ class TrainerConfig(Options):
         if self.optim.schedule == "constant" or self.optim.decay_steps is not None:
             return self.optim
         return self.optim.model_copy(update={"decay_steps": self.max_steps})
+
+
+def _differs(section: Options, name: str) -> bool:
+    """From the default: a resolved configuration, which sets every key, must load again."""
+    return getattr(section, name) != type(section).model_fields[name].default
 
 
 def _pair(one: str, other: str, remedy: str) -> ConfigError:

@@ -101,6 +101,7 @@ class StreamFeed:
         collector.dropped_episodes.update(state.get("dropped_episodes", {}))
         collector.dropped_groups.update(state.get("dropped_groups", {}))
         stream.dropped.update(state.get("dropped_entries", {}))
+        self._told_dropped = self.num_dropped_groups
 
     async def open(self) -> None:
         """Join the stream where the checkpoint left it."""
@@ -116,11 +117,11 @@ class StreamFeed:
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
         """Read until a batch is whole; see `Feed`."""
         while not stopped():
-            before = self.num_dropped_groups
             self._collector.expire(time.monotonic())
             groups = self._collector.take(self._num_groups, version)
-            if self.num_dropped_groups != before:
-                await self._on_dropped(self.num_dropped_groups)
+            if self.num_dropped_groups != self._told_dropped:
+                self._told_dropped = self.num_dropped_groups
+                await self._on_dropped(self._told_dropped)
             if groups is not None:
                 self._consuming += [e.entry_id for group in groups for e in group.episodes]
                 return Batch(groups=tuple(groups))
@@ -180,7 +181,7 @@ class Demonstrations:
             self.dropped_episodes[cause] += 1
             self._finished_entries.append(entry_id)
             return
-        episode = Scored(entry_id=entry_id, record=record, reward=outcome(record))
+        episode = Scored.of(entry_id, record)
         self._ready.append(Group(group_id=record.group_id, episodes=(episode,)))
 
     def expire(self, now_s: float) -> None:
@@ -255,7 +256,7 @@ class FileFeed:
         if cause:
             self._dropped[cause] += 1
             return
-        episode = Scored(entry_id=f"record-{index}", record=record, reward=outcome(record))
+        episode = Scored.of(f"record-{index}", record)
         self._groups.append(Group(group_id=record.group_id, episodes=(episode,)))
 
     def _group(self, place: int) -> Group:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from harness_sdk.record import EpisodeRecord
+from harness_sdk.record import EpisodeRecord, NodeKind
 from harness_sdk.types import StopReason
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ CLOSED_GROUPS = 4096
 _POLICY_FAILURES = (StopReason.NO_DONE, StopReason.BUDGET, StopReason.MAX_TURNS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
     """An episode that can enter a step."""
 
@@ -29,11 +29,23 @@ class Scored:
     reward: float
     """Outcome y in [0, 1]; 0 for the policy's own failures."""
 
-    @property
-    def min_policy_version(self) -> int | None:
-        """Oldest version that sampled one of its tokens; None where nothing was sampled."""
-        versions = [node.policy_version for node in self.record.nodes if any(node.sampled)]
-        return min(versions, default=None)
+    min_policy_version: int | None
+    """Oldest version that sampled one of its tokens; None where nothing was sampled."""
+
+    @classmethod
+    def of(cls, entry_id: str, record: EpisodeRecord) -> Scored:
+        """Score a record that has no `failure`."""
+        versions = [
+            node.policy_version
+            for node in record.nodes
+            if node.kind != NodeKind.DEMONSTRATION and any(node.sampled)
+        ]
+        return cls(
+            entry_id=entry_id,
+            record=record,
+            reward=outcome(record),
+            min_policy_version=min(versions, default=None),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +54,16 @@ class Group:
 
     group_id: str
     episodes: tuple[Scored, ...]
+    failed: tuple[tuple[str, str], ...] = ()
+    """Entry id and cause of those that fill the group and carry nothing; they are consumed with
+    it, so that a restart finds the group whole."""
 
 
 @dataclass(slots=True)
 class _Open:
     first_s: float
     finished: list[Scored] = field(default_factory=list)
-    failed: int = 0
-    """Infrastructure failures: they fill the group and carry nothing."""
+    failed: list[tuple[str, str]] = field(default_factory=list)
 
 
 class GroupAssembler:
@@ -95,8 +109,9 @@ class GroupAssembler:
 
     @property
     def closed(self) -> tuple[str, ...]:
-        """Ids of finished groups, for the checkpoint, oldest first."""
-        return tuple(self._closed)
+        """Ids of groups that were taken or dropped, for the checkpoint, oldest first."""
+        waiting = {group.group_id for group in self._ready}
+        return tuple(group_id for group_id in self._closed if group_id not in waiting)
 
     def add(self, entry_id: str, record: EpisodeRecord, now_s: float) -> None:
         """Take one episode; it joins its group or is dropped with a cause."""
@@ -109,11 +124,10 @@ class GroupAssembler:
         group = self._open.setdefault(record.group_id, _Open(first_s=now_s))
         cause = failure(record)
         if cause:
-            group.failed += 1
-            self._drop_episode(entry_id, cause)
+            group.failed.append((entry_id, cause))
         else:
-            group.finished.append(Scored(entry_id=entry_id, record=record, reward=outcome(record)))
-        if len(group.finished) + group.failed >= self._group_size:
+            group.finished.append(Scored.of(entry_id, record))
+        if len(group.finished) + len(group.failed) >= self._group_size:
             self._close(record.group_id)
 
     def expire(self, now_s: float) -> None:
@@ -132,13 +146,15 @@ class GroupAssembler:
         Returns:
             None while fewer are ready; groups that have become too old are dropped on the way.
         """
-        fresh = deque(
-            group for group in (self._fresh(group, version) for group in self._ready) if group
-        )
-        self._ready = fresh
-        if len(fresh) < num_groups:
+        waiting, self._ready = self._ready, deque()
+        for group in waiting:
+            if len(self._fresh(group, version)) >= self._min_group:
+                self._ready.append(group)
+            else:
+                self._drop_group(group, "stale")
+        if len(self._ready) < num_groups:
             return None
-        return [fresh.popleft() for _ in range(num_groups)]
+        return [self._taken(self._ready.popleft(), version) for _ in range(num_groups)]
 
     def pop_finished_entries(self) -> list[str]:
         """Entry ids of dropped episodes since the last call; the next checkpoint consumes them."""
@@ -150,33 +166,39 @@ class GroupAssembler:
         self._closed[group_id] = None
         while len(self._closed) > CLOSED_GROUPS:
             del self._closed[next(iter(self._closed))]
-        whole = self._enough(group_id, group.finished, cause="too_few_finished")
-        if whole is not None:
+        whole = Group(group_id=group_id, episodes=tuple(group.finished), failed=tuple(group.failed))
+        if len(whole.episodes) >= self._min_group:
             self._ready.append(whole)
+        else:
+            self._drop_group(whole, "too_few_finished")
 
-    def _enough(self, group_id: str, episodes: list[Scored], *, cause: str) -> Group | None:
-        """A group of `episodes`, or None and a count where they are too few."""
-        if len(episodes) >= self._min_group:
-            return Group(group_id=group_id, episodes=tuple(episodes))
-        self.dropped_groups[cause] += 1
-        for episode in episodes:
-            self._drop_episode(episode.entry_id, cause)
-        log.info("group %s dropped: %s", group_id, cause, extra={"group_id": group_id})
-        return None
-
-    def _fresh(self, group: Group, version: int) -> Group | None:
-        if self._max_policy_lag is None:
-            return group
-        oldest = version - self._max_policy_lag
-        kept, stale = [], []
+    def _taken(self, group: Group, version: int) -> Group:
+        """`group` without its stale episodes, which are consumed together with it."""
+        fresh = self._fresh(group, version)
         for episode in group.episodes:
-            sampled_by = episode.min_policy_version
-            (stale if sampled_by is not None and sampled_by < oldest else kept).append(episode)
-        if not stale:
-            return group
-        for episode in stale:
-            self._drop_episode(episode.entry_id, "stale")
-        return self._enough(group.group_id, kept, cause="stale")
+            if episode not in fresh:
+                self._drop_episode(episode.entry_id, "stale")
+        for entry_id, cause in group.failed:
+            self._drop_episode(entry_id, cause)
+        return replace(group, episodes=fresh)
+
+    def _fresh(self, group: Group, version: int) -> tuple[Scored, ...]:
+        if self._max_policy_lag is None:
+            return group.episodes
+        oldest = version - self._max_policy_lag
+        return tuple(
+            episode
+            for episode in group.episodes
+            if episode.min_policy_version is None or episode.min_policy_version >= oldest
+        )
+
+    def _drop_group(self, group: Group, cause: str) -> None:
+        self.dropped_groups[cause] += 1
+        for episode in group.episodes:
+            self._drop_episode(episode.entry_id, cause)
+        for entry_id, failed_cause in group.failed:
+            self._drop_episode(entry_id, failed_cause)
+        log.info("group %s dropped: %s", group.group_id, cause, extra={"group_id": group.group_id})
 
     def _drop_episode(self, entry_id: str, cause: str) -> None:
         self.dropped_episodes[cause] += 1

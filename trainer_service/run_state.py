@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from harness_sdk.errors import ConfigError
 from harness_sdk.record import EpisodeRecord
@@ -59,7 +62,9 @@ class RunState:
 
     @classmethod
     def load(cls, config: TrainerConfig) -> RunState:
-        """Load model and newest checkpoint; blocking."""
+        """Load model and newest checkpoint; blocking. Random numbers begin at the run's seed."""
+        random.seed(config.seed)
+        torch.manual_seed(config.seed)
         store = CheckpointStore(config.folder / "checkpoints", keep=config.checkpoint.keep)
         found = store.newest()
         assert config.model.path is not None

@@ -72,8 +72,11 @@ def test_infrastructure_failure_carries_neither_loss_nor_baseline(reason: StopRe
     assembler.add("a", _record("a"), now_s=0.0)
     assembler.add("x", _record("x", stop_reason=reason.value, reward=None), now_s=0.0)
     assembler.add("b", _record("b"), now_s=0.0)
+    # Until its group is taken it stays with it: a restart must find the group whole.
+    assert assembler.pop_finished_entries() == []
     (group,) = _take(assembler)
     assert [episode.entry_id for episode in group.episodes] == ["a", "b"]
+    assert assembler.pop_finished_entries() == ["x"]
     assert assembler.dropped_episodes == {reason.value: 1}
 
 
@@ -104,7 +107,28 @@ def test_late_episode_does_not_open_its_group_anew() -> None:
     assembler.add("e", _record("e", group_id="old"), now_s=0.0)
     assert assembler.num_open == 0
     assert assembler.dropped_episodes == {"late": 2}
+    _take(assembler)
     assert assembler.closed == ("old", "g")
+
+
+def test_group_that_waits_for_its_step_is_not_closed_yet() -> None:
+    assembler = _assembler()
+    for name in ("a1", "a2", "a3", "b1", "b2", "b3", "b4"):
+        assembler.add(name, _record(name, group_id=name[0]), now_s=0.0)
+    assert assembler.closed == ()
+    assert _take(assembler)[0].group_id == "a"
+    assert assembler.closed == ("a",)
+    assert assembler.dropped_episodes == {"late": 1}
+
+
+def test_stale_episode_stays_with_a_group_that_is_not_taken() -> None:
+    assembler = _assembler(lag=0)
+    for name, version in (("a", 1), ("b", 2), ("c", 2)):
+        assembler.add(name, _record(name, version=version), now_s=0.0)
+    assert assembler.take(2, version=2) is None
+    assert assembler.pop_finished_entries() == []
+    assert len(_take(assembler, version=2)[0].episodes) == 2
+    assert assembler.pop_finished_entries() == ["a"]
 
 
 def test_episode_without_a_group_is_dropped() -> None:

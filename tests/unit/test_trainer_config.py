@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from harness_sdk.cli.settings import load_config
+from harness_sdk.cli.settings import load_config, render_config
 from harness_sdk.errors import ConfigError
 from trainer_service.config import OBJECTIVE_NAMES, TrainerConfig
 
@@ -53,6 +54,13 @@ def test_trainer_config_takes_every_objective(objective: str) -> None:
 def test_trainer_config_refuses_with_a_remedy(flags: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(TrainerConfig, None, (*flags, *MODEL))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
+def test_resolved_trainer_config_loads_again(objective: str, tmp_path: Path) -> None:
+    config = load_config(TrainerConfig, None, ("--objective", objective, *MODEL))
+    (tmp_path / "resolved.toml").write_text(render_config(config))
+    assert load_config(TrainerConfig, tmp_path / "resolved.toml") == config
 
 
 def test_trainer_config_without_a_model_says_which_flag() -> None:

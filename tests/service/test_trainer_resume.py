@@ -1,0 +1,252 @@
+"""Killed anywhere, the trainer goes on: every episode once, and bit for bit the same policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness_sdk import control
+from harness_sdk.cli.embedded import ValkeyServer
+from harness_sdk.errors import ConfigError
+from harness_sdk.record import EpisodeRecord, record_to_bytes
+from harness_sdk.records_file import write_records
+from tests.random_records import random_record
+from tests.tiny_models import save_tiny_model
+from tests.trainer_process import CRASH_POINTS, run_trainer
+from trainer_service.config import TrainerConfig
+from trainer_service.loop import train
+from trainer_service.metrics import read_metrics
+from trainer_service.stream import RedisLink, permits
+
+NUM_GROUPS, GROUP_SIZE, MAX_STEPS = 4, 2, 4
+
+
+@pytest.fixture
+async def link(server: ValkeyServer) -> AsyncIterator[RedisLink]:
+    link = RedisLink(server.url)
+    yield link
+    await link.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path / "valkey")
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def _records() -> list[EpisodeRecord]:
+    """Groups whose episodes arrive interleaved, with a failed episode and a duplicate between."""
+    records = []
+    for index in range(NUM_GROUPS * GROUP_SIZE):
+        record = random_record(
+            np.random.default_rng(index),
+            300,
+            episode_id=f"episode-{index}",
+            group_id=f"group-{index % NUM_GROUPS}",
+            num_events=4,
+            mount_layers=(2, 5),
+            reward=float(index < NUM_GROUPS),
+        )
+        records.append(record)
+    failed = replace(
+        records[0], episode_id="failed", group_id="group-3", stop_reason="engine_error"
+    )
+    return [*records[:5], failed, records[2], *records[5:]]
+
+
+def _config(folder: Path, model: Path, run: str, **fields: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {
+            "run": run,
+            "run_folder": folder,
+            "max_steps": MAX_STEPS,
+            "model": {"path": model},
+            "lora": {"rank": 2, "alpha": 4.0},
+            "optim": {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1},
+            "publish": {"enabled": False},
+            **fields,
+        }
+    )
+
+
+def _stream_config(folder: Path, model: Path, run: str, url: str) -> TrainerConfig:
+    return _config(
+        folder,
+        model,
+        run,
+        redis={"url": url},
+        # Group 3 is complete with one finished and one failed episode, and dropped: the step
+        # that would need it never comes.
+        max_steps=3,
+        batch={
+            "groups_per_step": 1,
+            "group_size": GROUP_SIZE,
+            "max_policy_lag": 10,
+            "max_strip_tokens": 100,
+        },
+    )
+
+
+async def _fill(link: RedisLink, run: str) -> None:
+    for record in _records():
+        fields = {control.RECORD_FIELD: record_to_bytes(record)}
+        await link.client.xadd(control.episodes_key(run), fields)
+
+
+def _final(config: TrainerConfig) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """Adapter, optimiser and random state, and the counters of the newest checkpoint."""
+    folder = max((config.folder / "checkpoints").iterdir())
+    adapter = (folder / "adapter" / control.ADAPTER_FILE).read_bytes()
+    tensors = torch.load(folder / "optimizer.pt", weights_only=True)
+    return adapter, tensors, json.loads((folder / "state.json").read_text())
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            _assert_equal(a, b)
+    else:
+        assert one == other
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """Where three steps lead that nothing interrupts."""
+
+    async def train_once(folder: Path) -> TrainerConfig:
+        server = ValkeyServer(folder / "valkey")
+        await server.start()
+        config = _stream_config(folder, model, "r", server.url)
+        link = RedisLink(server.url)
+        await _fill(link, "r")
+        assert await run_trainer(config) == 0
+        await link.close()
+        await server.stop()
+        return config
+
+    return _final(asyncio.run(train_once(tmp_path_factory.mktemp("undisturbed"))))
+
+
+@pytest.mark.parametrize("crash_step", [1, 2])
+@pytest.mark.parametrize("crash_at", CRASH_POINTS)
+async def test_killed_trainer_trains_every_episode_once(
+    tmp_path: Path,
+    model: Path,
+    server: ValkeyServer,
+    link: RedisLink,
+    undisturbed: tuple[bytes, dict[str, Any], dict[str, Any]],
+    crash_at: str,
+    crash_step: int,
+) -> None:
+    config = _stream_config(tmp_path, model, "r", server.url)
+    await _fill(link, "r")
+    code = await run_trainer(config, crash_at=crash_at, crash_step=crash_step)
+    assert code == -signal.SIGKILL
+    assert (await link.client.xpending(control.episodes_key("r"), "trainer"))["pending"] > 0
+    assert await run_trainer(config) == 0
+    adapter, tensors, state = _final(config)
+    assert adapter == undisturbed[0]
+    _assert_equal(tensors, undisturbed[1])
+    assert state["progress"] == undisturbed[2]["progress"]
+    assert state["feed"]["dropped_episodes"] == undisturbed[2]["feed"]["dropped_episodes"]
+    assert await permits(link, "r") == (3 + 1 + 11, 0)
+
+
+def test_undisturbed_run_consumed_what_it_should(
+    undisturbed: tuple[bytes, dict[str, Any], dict[str, Any]],
+) -> None:
+    _, _, state = undisturbed
+    assert state["progress"]["version"] == 3
+    assert state["feed"]["dropped_episodes"] == {
+        "engine_error": 1,
+        "too_few_finished": 1,
+        "late": 1,
+    }
+    assert state["feed"]["dropped_groups"] == {"too_few_finished": 1}
+    assert state["feed"]["dropped_entries"] == {"duplicate": 1}
+    assert len(set(state["feed"]["recent"])) == 6 + 3
+
+
+async def test_resume_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path, model: Path) -> None:
+    records = tmp_path / "r.records"
+    write_records(records, _records())
+    batch = {"records": records, "epochs": 3, "episodes_per_step": 4}
+    optim = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 6}
+    whole = _config(
+        tmp_path, model, "whole", objective="sft", batch=batch, optim=optim, max_steps=6
+    )
+    half = _config(tmp_path, model, "half", objective="sft", batch=batch, optim=optim, max_steps=3)
+    rest = half.model_copy(update={"max_steps": 6})
+    await train(whole, asyncio.Event())
+    await train(half, asyncio.Event())
+    # Whatever the process draws in between must not matter.
+    torch.manual_seed(99)
+    progress = await train(rest, asyncio.Event())
+    assert progress.version == 6
+    adapter, tensors, state = _final(whole)
+    resumed_adapter, resumed_tensors, resumed_state = _final(rest)
+    assert adapter == resumed_adapter
+    _assert_equal(tensors["optimizer"], resumed_tensors["optimizer"])
+    assert state["feed"] == resumed_state["feed"]
+    losses = [line["loss/total"] for line in read_metrics(whole.folder / "metrics.jsonl")]
+    resumed = [line["loss/total"] for line in read_metrics(half.folder / "metrics.jsonl")]
+    assert losses == resumed
+    assert losses[-1] < losses[0]
+
+
+async def test_records_end_after_their_epochs_and_another_file_starts_anew(
+    tmp_path: Path, model: Path
+) -> None:
+    records = _records()
+    write_records(tmp_path / "a", records[:3])
+    write_records(tmp_path / "b", records[3:5])
+    for name, steps in (("a", 3), ("a", 3), ("b", 5)):
+        batch = {"records": tmp_path / name, "epochs": 2, "episodes_per_step": 2}
+        config = _config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=9)
+        assert (await train(config, asyncio.Event())).version == steps
+
+
+async def test_resume_refuses_another_base_model(tmp_path: Path, model: Path) -> None:
+    write_records(tmp_path / "a", _records()[:2])
+    fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
+    await train(_config(tmp_path, model, "r", **fields), asyncio.Event())
+    other = save_tiny_model(tmp_path / "other", "qwen3_5", seed=1)
+    with pytest.raises(ConfigError, match="another base model"):
+        await train(_config(tmp_path, other, "r", **fields), asyncio.Event())
+
+
+async def test_second_trainer_of_a_run_is_refused(tmp_path: Path, model: Path) -> None:
+    write_records(tmp_path / "a", _records()[:2])
+    fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
+    config = _config(tmp_path, model, "r", **fields)
+    first, second = await asyncio.gather(
+        train(config, asyncio.Event()), train(config, asyncio.Event()), return_exceptions=True
+    )
+    assert not isinstance(first, BaseException)
+    assert isinstance(second, ConfigError)
+    assert "another trainer" in str(second)

@@ -1,0 +1,89 @@
+"""The trainer in a process of its own, which can be made to die at a chosen point."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from trainer_service.config import TrainerConfig
+
+CRASH_POINTS = ("in the step", "before the checkpoint is whole", "before the ack", "after the ack")
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch and transformers are imported once, in the server that the processes are forked from.
+_CONTEXT.set_forkserver_preload(["trainer_service.loop"])
+
+
+async def run_trainer(config: TrainerConfig, *, crash_at: str = "", crash_step: int = 0) -> int:
+    """Train in a new process to its end.
+
+    Args:
+        config: Of the service.
+        crash_at: One of `CRASH_POINTS` where the process kills itself; empty lets it live.
+        crash_step: The how manieth step of this process crashes, from 1.
+
+    Returns:
+        Exit code; minus the signal's number where it was killed.
+    """
+    process = _CONTEXT.Process(
+        target=_main, args=(config.model_dump_json(), crash_at, crash_step), daemon=True
+    )
+    process.start()
+    try:
+        await asyncio.to_thread(process.join, 120)
+        assert process.exitcode is not None, "the trainer did not end"
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _main(config_json: str, crash_at: str, crash_step: int) -> None:
+    import torch
+
+    from trainer_service import loop
+
+    torch.set_num_threads(1)
+    if crash_at:
+        _arm(crash_at, crash_step)
+    config = TrainerConfig.model_validate_json(config_json)
+    asyncio.run(loop.train(config, asyncio.Event()))
+
+
+def _arm(crash_at: str, crash_step: int) -> None:
+    from trainer_service import checkpoint, loop
+    from trainer_service.feed import StreamFeed
+
+    if crash_at == "in the step":
+        _die_around(loop, "train_step", crash_step, after=True)
+    elif crash_at == "before the checkpoint is whole":
+        _die_around(checkpoint, "sync_tree", crash_step, after=False)
+    elif crash_at == "before the ack":
+        _die_around(StreamFeed, "settle", crash_step, after=False)
+    elif crash_at == "after the ack":
+        _die_around(loop._Loop, "_publish", crash_step, after=False)
+    else:
+        raise ValueError(crash_at)
+
+
+def _die_around(owner: Any, name: str, count: int, *, after: bool) -> None:
+    """Kill this process at the `count`-th call of `owner.name`."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counted)
