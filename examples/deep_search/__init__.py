@@ -1,0 +1,1 @@
+"""Multi-hop questions over Wikipedia passages: a branch for each sub-question."""

@@ -1,0 +1,143 @@
+"""Deep search, agent-driven: a branch for each sub-question, the later ones reading the earlier.
+
+The code branches and the model writes, so that a model of 135M parameters can take part; it may
+call `search` itself, and is helped where it does not. `model_driven/` leaves it all to the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness_sdk import Limits, Message, SamplingOptions, Thread, Turn
+
+from .corpus import Corpus, shipped_corpus, shipped_questions
+from .scoring import exact_match, f1
+
+LIMITS = Limits(thread_budget=2_048, answer_reserve=256, max_threads=6, max_turns=12)
+PRIMITIVES = ()
+"""None: this code calls them, not the model."""
+# The temperature at which a 135M model still makes sense; it is recorded and trained as such.
+SAMPLING = SamplingOptions(max_tokens=20, temperature=0.5)
+
+_SYSTEM = "You answer questions from passages, in as few words as possible."
+_NUM_PASSAGES, _PASSAGE_WORDS = 2, 45
+
+_CLOSED = re.compile(r"(are|is|was|were|do|does|did|has|have|can)\b", re.IGNORECASE)
+_NAME = re.compile(r"[A-Z][\w'.-]*(?:(?: (?:of|the|from|in|de|von))* [A-Z][\w'.-]*)*")
+
+
+def tasks() -> Sequence[Mapping[str, Any]]:
+    """The shipped questions, comparisons first: a small model answers some of those."""
+    return sorted(shipped_questions(), key=lambda task: task["type"] != "comparison")
+
+
+def score(task: Mapping[str, Any], answer: str) -> float:
+    """The reward: exact match with the answer or one of its aliases."""
+    return exact_match(answer, golds(task))
+
+
+def metrics(task: Mapping[str, Any], answer: str) -> dict[str, float]:
+    """What is reported beside the reward."""
+    return {"f1": f1(answer, golds(task))}
+
+
+async def run(thread: Thread, task: Mapping[str, Any]) -> None:
+    """Answer `task` on `thread`: fork a branch per sub-question, wait, answer."""
+    corpus = shipped_corpus()
+    question = task["question"]
+    opening = [
+        Message(role="system", content=_SYSTEM),
+        Message(role="user", content=f"{question}\nName what has to be looked up."),
+    ]
+    await thread.generate(opening, tools=[corpus.search, corpus.open_page])
+    parts = sub_questions(task)
+    branches = await thread.fork({f"hop{i}": part for i, part in enumerate(parts, start=1)})
+    hops: list[tuple[Thread, asyncio.Task[None]]] = []
+    for branch, part in zip(branches.values(), parts, strict=True):
+        hops.append((branch, branch.spawn(_hop(branch, part, list(hops), corpus))))
+    await thread.wait()
+    kind = "Answer yes or no." if is_closed(question) else "Answer in a few words."
+    turn = await thread.generate(f"{question} {kind}")
+    await thread.done(short_answer(turn.text, question))
+
+
+async def _hop(
+    branch: Thread,
+    part: str,
+    earlier: Sequence[tuple[Thread, asyncio.Task[None]]],
+    corpus: Corpus,
+) -> None:
+    """One sub-question: read the branch before, search, answer from the passages."""
+    if earlier:
+        before, task = earlier[-1]
+        await asyncio.wait([task])
+        if before.step > 0:
+            # Its passages and its answer become visible here without being encoded again.
+            await branch.read_thread(before, (1, before.step))
+    answers = [thread.answer for thread, _ in earlier]
+    part = re.sub(r"#(\d+)", lambda match: _nth(answers, int(match[1])), part)
+    turn = await branch.generate(f"{part} Call search.")
+    found = corpus.best(_query(turn) or part, _NUM_PASSAGES)
+    passages = "\n".join(f"{p.title}: {_beginning(p.text)}" for p in found)
+    observation = Message(role="tool", name="search", content=passages or "no hits")
+    turn = await branch.generate([observation, Message(role="user", content=part)])
+    titles = ", ".join(passage.title for passage in found)
+    await branch.done(short_answer(turn.text, part), evidence=titles)
+
+
+def golds(task: Mapping[str, Any]) -> list[str]:
+    """Every answer that counts as right."""
+    return [task["answer"], *task["aliases"]]
+
+
+def sub_questions(task: Mapping[str, Any]) -> list[str]:
+    """The shipped decomposition, or one question about each of the first two things named.
+
+    `#1` stands for the answer of the first sub-question.
+    """
+    if task.get("decomposition"):
+        return [_spelled_out(hop["question"]) for hop in task["decomposition"]]
+    question = task["question"]
+    # The first word is capitalised whatever it is.
+    names = _NAME.findall(question[0].lower() + question[1:])
+    first, second = [*names, question, question][:2]
+    return [f"What is known about {first}?", f"What is known about {second}?"]
+
+
+def is_closed(question: str) -> bool:
+    """Whether the question is answered by yes or no."""
+    return _CLOSED.match(question) is not None and " or " not in question
+
+
+def short_answer(text: str, question: str) -> str:
+    """The answer in a reply: its yes or no where one was asked for, else its first line."""
+    line = text.strip().partition("\n")[0].strip()
+    first = re.match(r"(yes|no)\b", line, re.IGNORECASE)
+    if first is not None and is_closed(question):
+        return first[1].lower()
+    return line.removesuffix(".")
+
+
+def _spelled_out(hop: str) -> str:
+    """MuSiQue writes some hops as `entity >> relation`."""
+    entity, arrow, relation = hop.partition(" >> ")
+    return f"What is the {relation} of {entity}?" if arrow else hop
+
+
+def _query(turn: Turn) -> str:
+    """What the model itself searches for; empty where it does not."""
+    for call in turn.tool_calls:
+        if call.name == "search" and not call.error:
+            return str(call.arguments.get("query", ""))
+    return ""
+
+
+def _beginning(text: str) -> str:
+    return " ".join(text.split()[:_PASSAGE_WORDS])
+
+
+def _nth(answers: Sequence[str], number: int) -> str:
+    return answers[number - 1] if 0 < number <= len(answers) else f"#{number}"

@@ -1,0 +1,107 @@
+"""The passages, their BM25 index, and the two tools that reach them."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data"
+PAGE_WORDS = 256
+NUM_HITS = 10
+_SNIPPET_WORDS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """One paragraph of Wikipedia."""
+
+    passage_id: str
+    title: str
+    text: str
+
+
+class Corpus:
+    """Passages and their index.
+
+    Example:
+        `await corpus.search("birthplace of Corey Taylor")` lists ten ids, titles and snippets;
+        `await corpus.open_page("d04012")` shows the first 256 words of one.
+    """
+
+    def __init__(self, passages: list[Passage]) -> None:
+        # Imported here: numpy and numba-free BM25 cost half a second that `--help` must not pay.
+        import bm25s
+
+        self.passages = {passage.passage_id: passage for passage in passages}
+        self._order = passages
+        self._bm25s: Any = bm25s
+        self._index: Any = bm25s.BM25()
+        texts = [f"{passage.title}. {passage.text}" for passage in passages]
+        self._index.index(self._words(texts), show_progress=False)
+
+    def best(self, query: str, count: int = NUM_HITS) -> list[Passage]:
+        """The `count` passages that fit `query` best, best first; fewer where words are rare."""
+        rows, scores = self._index.retrieve(
+            self._words([query]), k=min(count, len(self._order)), show_progress=False
+        )
+        found = zip(rows[0], scores[0], strict=True)
+        return [self._order[int(row)] for row, score in found if score > 0]
+
+    async def search(self, query: str) -> str:
+        """Search Wikipedia passages by words.
+
+        Args:
+            query: What to look for.
+        """
+        hits = [
+            f"{passage.passage_id}: {passage.title} - {_first_words(passage.text)}"
+            for passage in self.best(query)
+        ]
+        return "\n".join(hits) or "no hits: try other words"
+
+    async def open_page(self, passage_id: str, page: int = 1) -> str:
+        """Read a passage found by search.
+
+        Args:
+            passage_id: The id at the beginning of a hit.
+            page: Page number, from 1.
+        """
+        passage = self.passages.get(passage_id)
+        if passage is None:
+            return f"no passage {passage_id!r}: ids look like {self._order[0].passage_id}"
+        words = passage.text.split()
+        num_pages = max(-(-len(words) // PAGE_WORDS), 1)
+        if not 1 <= page <= num_pages:
+            return f"no page {page}: {passage_id} has pages 1 to {num_pages}"
+        text = " ".join(words[(page - 1) * PAGE_WORDS : page * PAGE_WORDS])
+        return f"{passage.title} (page {page} of {num_pages})\n{text}"
+
+    def _words(self, texts: list[str]) -> Any:
+        return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
+
+
+@functools.cache
+def shipped_corpus() -> Corpus:
+    """The corpus beside this file; see data/ATTRIBUTION.md."""
+    rows = _rows("passages.jsonl.gz")
+    return Corpus([Passage(passage_id=r["id"], title=r["title"], text=r["text"]) for r in rows])
+
+
+@functools.cache
+def shipped_questions() -> tuple[dict[str, Any], ...]:
+    """The questions beside this file."""
+    return tuple(_rows("questions.jsonl.gz"))
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    with gzip.open(DATA / name, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _first_words(text: str) -> str:
+    words = text.split()
+    return " ".join(words[:_SNIPPET_WORDS]) + (" ..." if len(words) > _SNIPPET_WORDS else "")

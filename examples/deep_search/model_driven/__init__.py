@@ -1,0 +1,1 @@
+"""Deep search by a model that writes its own tool calls."""
