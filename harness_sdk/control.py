@@ -6,6 +6,7 @@ Keys, topics and the two retained JSON messages; no client of either lives here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -69,6 +70,17 @@ def policy_topic(run: str) -> str:
 def replica_topic(run: str, replica_id: str) -> str:
     """MQTT topic of one replica's state, retained; `+` as id subscribes to all."""
     return f"octopus/{run}/replica/{replica_id}"
+
+
+MASK = "**********"
+"""Stands for a secret in everything that is shown."""
+
+_URL_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@/\s]+@")
+
+
+def masked_url(url: str) -> str:
+    """The address of a server without its password, for logs and errors."""
+    return _URL_PASSWORD.sub(rf"\1:{MASK}@", url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,7 +214,9 @@ def _connection_options(url: str) -> dict[str, Any]:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname:
         raise ConfigError(
-            "mqtt.url is no address", value=url, limit="mqtt://host:port or mqtts://host:port"
+            "mqtt.url is no address",
+            value=control.masked_url(url),
+            limit="mqtt://host:port or mqtts://host:port",
         )
     tls = parts.scheme == "mqtts"
     return {

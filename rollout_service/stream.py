@@ -346,7 +346,10 @@ def _client(url: str) -> Any:
         )
     except ValueError as error:
         raise ConfigError(
-            "redis.url is no address", value=url, limit="redis://host:port/db", remedy=str(error)
+            "redis.url is no address",
+            value=control.masked_url(url),
+            limit="redis://host:port/db",
+            remedy=str(error),
         ) from error
 
 

@@ -126,8 +126,9 @@ async def embedded_broker(port: int = 0) -> AsyncIterator[str]:
     from amqtt.errors import BrokerError
 
     port = port or free_port()
-    # Its loggers tell of every packet at INFO.
-    logging.getLogger("amqtt").setLevel(logging.ERROR)
+    # They tell of every packet and change of state at INFO.
+    for name in ("amqtt", "transitions"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     broker = Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": f"{_HOST}:{port}"}},

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from harness_sdk.control import MASK, masked_url
 from harness_sdk.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = ("OCTOPUS_REDIS_URL", "OCTOPUS_MQTT_URL", "OCTOPUS_TOKEN")
 """The variables that a configuration may read."""
 
-_MASK = "**********"
 _SECRET_KEY = re.compile(r"(^|\.)(auth_)?(token|secret|password)$")
-_URL_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@/\s]+@")
 
 
 def add_config_arguments(
@@ -257,18 +256,20 @@ def _config_error(error: ValidationError) -> ConfigError:
 
 
 def _shown(key: str, value: Any) -> str:
-    return repr(_MASK if _SECRET_KEY.search(key) else value)
+    if _SECRET_KEY.search(key):
+        return repr(MASK)
+    return repr(masked_url(value) if isinstance(value, str) else value)
 
 
 def _masked(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _MASK if item and _SECRET_KEY.search(key) else _masked(item)
+            key: MASK if item and _SECRET_KEY.search(key) else _masked(item)
             for key, item in value.items()
         }
     if isinstance(value, list):
         return [_masked(item) for item in value]
-    return _URL_PASSWORD.sub(rf"\1:{_MASK}@", value) if isinstance(value, str) else value
+    return masked_url(value) if isinstance(value, str) else value
 
 
 def _toml_lines(data: Mapping[str, Any], at: tuple[str, ...]) -> Iterator[str]:

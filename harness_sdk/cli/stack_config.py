@@ -14,7 +14,7 @@ class StackConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: Path
-    """Folder of the Hugging Face checkpoint that is served and trained."""
+    """Checkpoint that is served and trained: a Hugging Face folder, or `smollm2`."""
     run: str = Field(default="local", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run."""
     folder: Path = Path("runs")

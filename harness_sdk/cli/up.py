@@ -9,8 +9,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from harness_sdk.cli.models import resolve_model
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config, render_toml
 from harness_sdk.cli.stack import LocalStack, rollout_settings, trainer_settings
+from harness_sdk.control import masked_url
 
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig
@@ -36,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
             for name, settings in services.items():
                 sys.stdout.write(f"\n# {name}.toml\n" + render_toml(settings))
         return 0
+    config = config.model_copy(update={"model": resolve_model(config.model)})
     return asyncio.run(_up(config))
 
 
@@ -58,8 +61,8 @@ async def _up(config: StackConfig) -> int:
 async def _serve(config: StackConfig) -> None:
     async with LocalStack(config) as stack:
         lines = [
-            f"redis    {stack.redis_url}",
-            f"mqtt     {stack.mqtt_url}",
+            f"redis    {masked_url(stack.redis_url)}",
+            f"mqtt     {masked_url(stack.mqtt_url)}",
             *([f"rollout  {stack.address}"] if stack.address else []),
             f"logs     {', '.join(str(stack.log_path(name)) for name in stack.processes)}",
             f"run      {config.run}; Ctrl-C stops everything",

@@ -59,15 +59,17 @@ async def _until_gone(pids: Sequence[int]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def _play_episode(client: OctopusClient, episode_id: str) -> str:
+async def _play_episode(
+    client: OctopusClient, episode_id: str, group_id: str = "g", reward: float = 1.0
+) -> str:
     """Two sampled turns on two threads; returns the record's entry id."""
-    async with client.episode(task_id="t", group_id="g", episode_id=episode_id) as episode:
+    async with client.episode(task_id="t", group_id=group_id, episode_id=episode_id) as episode:
         sampling = SamplingOptions(max_tokens=4, seed=1)
         await episode.root.generate("What is 6 times 7?", sampling=sampling)
         children = await episode.root.fork({"left": "six", "right": "seven"})
         await children["left"].generate("Go on.", sampling=sampling)
         await episode.root.done("42")
-        return (await episode.close(reward=1.0)).entry_id
+        return (await episode.close(reward=reward)).entry_id
 
 
 @pytest.mark.slow
@@ -186,6 +188,36 @@ async def test_stack_serves_and_leaves_no_process_behind(model: Path, tmp_path: 
         with pytest.raises(ServiceError, match="the rollout service ended"):
             await asyncio.wait_for(supervisor, 10)
     await _until_gone(pids)
+
+
+@pytest.mark.slow
+async def test_stack_turns_the_whole_loop(model: Path, tmp_path: Path) -> None:
+    config = StackConfig(
+        model=model, run="loop", folder=tmp_path,
+        trainer={
+            "batch": {"groups_per_step": 1, "group_size": 2},
+            "lora": {"rank": 4, "alpha": 8}, "publish": {"min_replicas": 1},
+        },
+    )  # fmt: skip
+    async with LocalStack(config) as stack, OctopusClient.connect(stack.address) as client:
+        supervisor = asyncio.create_task(stack.supervise())
+        rollout = stack.processes["rollout"].pid
+        for version in range(3):
+            for number in range(2):
+                episode_id = f"episode-{version}-{number}"
+                await _play_episode(client, episode_id, f"group-{version}", float(number))
+            async with asyncio.timeout(60):
+                while version + 1 not in (await client.status()).policy_versions:
+                    assert not supervisor.done(), stack.log_path("trainer").read_text()
+                    await asyncio.sleep(0.05)
+        state = await read_bus_state(stack.mqtt_url, "loop", listen_s=0.2)
+        assert state.policy is not None
+        assert state.policy.version == 3
+        assert state.replicas[0].error == ""
+        assert stack.processes["rollout"].pid == rollout
+        assert stack.processes["rollout"].returncode is None
+        supervisor.cancel()
+    assert "step 3:" in stack.log_path("trainer").read_text()
 
 
 @pytest.mark.slow
