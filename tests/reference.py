@@ -7,6 +7,7 @@ model and a cache that shows mounted rows in front of the path's own.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class Reference:
         """Compute with a stock `model`; mounted rows are seen in `mount_layers`."""
         model.set_attn_implementation("sdpa")
         self._model = model
+        # The keyword was renamed in transformers 5.24.
+        names = inspect.signature(type(model).forward).parameters
+        self._cache_keyword = "cache" if "cache" in names else "past_key_values"
         self._mount_layers = mount_layers
         self._nodes: dict[int, tuple[MountCache, Tensor]] = {}
 
@@ -94,8 +98,8 @@ class Reference:
         logits = self._model(
             input_ids=torch.tensor([[token]]),
             position_ids=torch.tensor([[position]]),
-            cache=cache,
             use_cache=True,
+            **{self._cache_keyword: cache},
         ).logits[0, 0]
         return logits.log_softmax(-1)
 

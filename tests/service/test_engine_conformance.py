@@ -393,7 +393,8 @@ async def test_adapters_serve_side_by_side(
     turns = await asyncio.gather(*(p.turn(reader, 9, seed=1) for p in plays.values()))
     for version, turn in zip(plays, turns, strict=True):
         assert turn.policy_version == version
-        plays[version].check(turn)
+        # Random adapters this large amplify rounding: two torch builds differ by 4e-5.
+        plays[version].check(turn, tolerance=1e-4)
     # Root, peer and reader were rebuilt under each version; nothing was read across.
     assert engine.stats().tokens_recomputed["refresh"] == 2 * (30 + 9 + 4)
     assert turns[0].sampled_logprobs != turns[1].sampled_logprobs
