@@ -33,7 +33,10 @@ def load_reference(
 ) -> peft.PeftModel:
     """The model with its adapter as PEFT and Hugging Face load them from their files."""
     model = AutoModelForCausalLM.from_pretrained(
-        str(model_path), dtype=dtype, attn_implementation="eager"
+        str(model_path),
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

@@ -95,10 +95,16 @@ class Policy:
         """
         if dtype not in _DTYPES:
             raise ConfigError("unknown dtype", value=dtype, limit=", ".join(_DTYPES))
-        model: Any = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=_DTYPES[dtype])
+        # Grouped matrix products of experts know no float64.
+        experts = {"experts_implementation": "eager"} if dtype == "float64" else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(model_path), dtype=_DTYPES[dtype], **experts
+        )
         model = model.to(device).eval()
         if activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Renamed in transformers 5.24; the first argument is the same.
+            new_name = getattr(model, "activation_checkpointing_enable", None)
+            (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
         adapter = None
         if lora is not None:
             hooks = model_hooks(model.config.get_text_config())

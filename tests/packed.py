@@ -1,0 +1,117 @@
+"""A policy with a large adapter, and the comparison of its packed pass with the reference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness_sdk.record import EpisodeRecord
+from tests.path_reference import (
+    KeepFloat64,
+    Token,
+    load_reference,
+    reference_logprobs,
+    token_recurrences,
+)
+from tests.random_records import random_record
+from trainer_service.dag import pack_episodes
+from trainer_service.policy import LoraOptions, Policy
+from trainer_service.strip import Strip
+
+VOCAB = 300
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid")
+
+
+def load_policy(path: Path, *, dtype: str = "float32") -> Policy:
+    """A policy whose adapter is far from zero, so that every gradient is."""
+    policy = Policy.load(path, lora=LoraOptions(rank=4, alpha=8), dtype=dtype)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            # Drawn in float32: the adapter's file keeps them exactly.
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return policy
+
+
+@contextlib.contextmanager
+def exact_arithmetic(dtype: str, family: str) -> Iterator[None]:
+    """float64 throughout and recurrences token by token; float32 stays stock Hugging Face."""
+    if dtype == "float32":
+        yield
+        return
+    with KeepFloat64(), token_recurrences() as calls:
+        yield
+    assert bool(calls) == (family in HYBRIDS)
+
+
+def records_for(policy: Policy, seed: int, *, with_mounts: bool = True) -> list[EpisodeRecord]:
+    rng = np.random.default_rng(seed)
+    return [
+        random_record(
+            rng,
+            VOCAB,
+            episode_id=f"episode-{index}",
+            num_events=14,
+            mount_layers=policy.mount_layers,
+            temperatures=(1.0, 0.7, 0.0),
+            with_mounts=with_mounts,
+        )
+        for index in range(2)
+    ]
+
+
+def tokens_of(strip: Strip, records: list[EpisodeRecord]) -> list[tuple[int, Token]]:
+    """(episode, token of the record) of each row."""
+    rows = []
+    for node in strip.nodes:
+        lengths = {each.node_id: len(each.token_ids) for each in records[node.episode].nodes}
+        for part in node.record_nodes:
+            rows += [(node.episode, (part, offset)) for offset in range(lengths[part])]
+    return rows
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def assert_equal_to_paths(
+    policy: Policy,
+    records: list[EpisodeRecord],
+    model_path: Path,
+    folder: Path,
+    *,
+    dtype: str,
+    family: str,
+) -> None:
+    logprob_limit, gradient_limit = (5e-5, 1e-4) if dtype == "float32" else (1e-9, 1e-9)
+    strip = pack_episodes(records)
+    policy.save_adapter(folder)
+    weights = torch.randn(len(strip.action_row), generator=torch.Generator().manual_seed(1))
+    with exact_arithmetic(dtype, family):
+        packed = policy.logprobs(strip).policy_logprobs
+        (packed * weights).sum().backward()
+        reference = load_reference(model_path, folder, dtype=getattr(torch, dtype))
+        by_token = [reference_logprobs(reference, record) for record in records]
+        rows = tokens_of(strip, records)
+        actions = [rows[row] for row in strip.action_row.tolist()]
+        wanted = torch.stack([by_token[episode][token] for episode, token in actions])
+        (wanted * weights).sum().backward()
+
+    assert len(actions) == sum(len(found) for found in by_token)
+    assert float((packed - wanted).detach().abs().max()) <= logprob_limit
+    found_gradients = policy.named_trainable_parameters()
+    wanted_gradients = {
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in reference.named_parameters()
+        if parameter.requires_grad
+    }
+    assert found_gradients.keys() == wanted_gradients.keys()
+    for name, parameter in found_gradients.items():
+        found_gradient, wanted_gradient = parameter.grad, wanted_gradients[name].grad
+        assert found_gradient is not None and wanted_gradient is not None
+        assert float(wanted_gradient.norm()) > 0, name
+        assert relative(found_gradient, wanted_gradient) <= gradient_limit, name
