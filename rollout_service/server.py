@@ -198,7 +198,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             await context.write(pb.EpisodeEvent(opened=event))
             reason = await self._sessions.wait_closed(opened.episode_id)
         except BaseException:
-            self._lose(opened.episode_id)
+            self._lose(opened.episode_id, opened.holder)
             raise
         await context.write(pb.EpisodeEvent(closed=pb.EpisodeClosed(stop_reason=reason)))
 
@@ -316,9 +316,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
         return _wire.server_status_to_proto(self._sessions.status())
 
-    def _lose(self, episode_id: str) -> None:
+    def _lose(self, episode_id: str, holder: int) -> None:
         # A task of its own: the handler that notices is being cancelled.
-        task = asyncio.ensure_future(self._sessions.lost(episode_id))
+        task = asyncio.ensure_future(self._sessions.lost(episode_id, holder))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -378,6 +378,7 @@ def _open_request_from_proto(proto: pb.OpenEpisodeRequest) -> OpenRequest:
         limits=_wire.limits_from_proto(proto.limits),
         primitives=tuple(proto.primitives),
         version_policy=proto.version_policy,
+        idempotency_key=proto.idempotency_key,
     )
 
 

@@ -13,7 +13,7 @@ from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import Limits, Message, SamplingOptions, Turn
 from rollout_service.chat import ChatML
 from rollout_service.cursors import Cursor, child_cursor
-from rollout_service.engine.base import EngineStats, Generated, SampledToken
+from rollout_service.engine.base import Engine, EngineStats, Generated, SampledToken
 from rollout_service.engine.dry import DryEngine
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
 from rollout_service.sessions.episode import Episode
@@ -102,7 +102,7 @@ class ScriptedEngine(DryEngine):
 class Bench:
     """Sessions with everything around them, and short ways to call them."""
 
-    def __init__(self, engine: DryEngine | None = None, **options: Any) -> None:
+    def __init__(self, engine: Engine | None = None, **options: Any) -> None:
         self.engine = engine or ScriptedEngine()
         self.sink = MemorySink()
         self.version = 0

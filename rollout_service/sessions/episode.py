@@ -71,6 +71,8 @@ class Episode:
         """Computed cursors that are no nodes; released with the rest."""
         self.tools: ToolSchemas = ()
         """The agent's tools, as the first prompt listed them."""
+        self.holder = 0
+        """Number of the call whose client keeps the episode open."""
         self.closing: StopReason | None = None
         """Set once no further call is accepted."""
         self.closed = asyncio.Event()

@@ -86,6 +86,8 @@ class OpenRequest:
     """Of `harness_sdk.types.PRIMITIVES`; with `done` among them the model drives the episode."""
     version_policy: str = "keep"
     """keep | refresh"""
+    idempotency_key: str = ""
+    """A repeated key takes over the episode that the first call opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

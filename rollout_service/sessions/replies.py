@@ -35,6 +35,8 @@ class Opened:
     head: int
     policy_version: int
     limits: EpisodeLimits
+    holder: int
+    """Number of the call that holds the episode; a repeat of the opening takes over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

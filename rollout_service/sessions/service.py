@@ -92,7 +92,7 @@ class Sessions:
         )
         self._loaded_versions = loaded_versions or (lambda: (newest_version(),))
         self._episodes: dict[str, Episode] = {}
-        self._opening: set[str] = set()
+        self._opening: dict[str, str] = {}
         self._closing: dict[str, asyncio.Task[CloseReply]] = {}
         self._closed: OrderedDict[str, CloseReply] = OrderedDict()
         self._began_s = time.monotonic()
@@ -117,7 +117,10 @@ class Sessions:
         version_policy = check_request(self.options, request)
         limits = resolve_limits(self.options, request.limits)
         episode_id = request.episode_id or uuid.uuid4().hex
-        self._reserve_id(episode_id)
+        repeated = await self._repeated_opening(episode_id, request.idempotency_key)
+        if repeated is not None:
+            return self._hold(repeated)
+        self._reserve_id(episode_id, request.idempotency_key)
         try:
             if await self._admission.admit(on_queued):
                 self._service.metrics.add("guardrails/queued_episodes")
@@ -139,15 +142,9 @@ class Sessions:
             )
             self._episodes[episode_id] = episode
         finally:
-            self._opening.discard(episode_id)
+            self._opening.pop(episode_id, None)
         self._service.metrics.add("episodes/opened")
-        return Opened(
-            episode_id=episode_id,
-            root_thread=episode.root.thread_id,
-            head=episode.root.head_id,
-            policy_version=episode.policy_version,
-            limits=limits,
-        )
+        return self._hold(episode)
 
     async def generate(
         self,
@@ -267,10 +264,13 @@ class Sessions:
         )
         return reply.result
 
-    async def lost(self, episode_id: str) -> None:
-        """The client is gone: cancel its work, release everything, keep the record."""
+    async def lost(self, episode_id: str, holder: int | None = None) -> None:
+        """The client is gone: cancel its work, release everything, keep the record.
+
+        Nothing happens where a repeated opening took over from `holder`.
+        """
         episode = self._episodes.get(episode_id)
-        if episode is None:
+        if episode is None or holder not in (None, episode.holder):
             return
         await self._give_up(episode, StopReason.CLIENT_LOST, "the client's stream broke")
 
@@ -368,7 +368,27 @@ class Sessions:
         episode = self.episode(call.episode_id)
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
 
-    def _reserve_id(self, episode_id: str) -> None:
+    async def _repeated_opening(self, episode_id: str, key: str) -> Episode | None:
+        """The episode that the first call with `key` opened; waits while that one waits."""
+        while key and self._opening.get(episode_id) == key:
+            await asyncio.sleep(self.options.admission_poll_s)
+        episode = self._episodes.get(episode_id)
+        if episode is None or not key or episode.closing is not None:
+            return None
+        return episode if episode.request.idempotency_key == key else None
+
+    def _hold(self, episode: Episode) -> Opened:
+        episode.holder += 1
+        return Opened(
+            episode_id=episode.episode_id,
+            root_thread=episode.root.thread_id,
+            head=episode.root.head_id,
+            policy_version=episode.policy_version,
+            limits=episode.guardrails.limits,
+            holder=episode.holder,
+        )
+
+    def _reserve_id(self, episode_id: str, key: str) -> None:
         if self._shut:
             raise Unavailable("the service is shutting down", remedy="connect to another replica")
         known = (self._episodes, self._opening, self._closed)
@@ -379,7 +399,7 @@ class Sessions:
                 remedy="draw a new id; records are told apart by it",
                 episode_id=episode_id,
             )
-        self._opening.add(episode_id)
+        self._opening[episode_id] = key
 
     async def _close(
         self, episode: Episode, reason: StopReason, key: str, **outcome: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -322,6 +323,35 @@ async def test_every_call_needs_the_token() -> None:
         assert not running.sessions.status().open_episodes
         reply = await rpcs[0](metadata=(("authorization", "Bearer secret"),))
         assert reply.protocol_version == 1
+
+
+async def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
+    ca, ca_key = certificate(tmp_path, "ca")
+    cert, key = certificate(tmp_path, "localhost", issuer="ca")
+    ours, our_key = certificate(tmp_path, "client", issuer="ca")
+    tls = grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
+    known = grpc.ssl_channel_credentials(ca, our_key, ours)
+    async with served(ScriptedEngine(), tls=tls, credentials=known) as running:
+        reply = await running.stub.Connect(pb.ConnectRequest(protocol_version=1))
+        assert reply.engine == "dry"
+    unknown = grpc.ssl_channel_credentials(ca)
+    async with served(ScriptedEngine(), tls=tls, credentials=unknown) as running:
+        status, _ = await failure(running.stub.Connect(pb.ConnectRequest(protocol_version=1)))
+        assert status is grpc.StatusCode.UNAVAILABLE
+    assert ca_key
+
+
+def certificate(folder: Path, name: str, issuer: str = "") -> tuple[bytes, bytes]:
+    """PEM of a certificate for `name` and of its key, by openssl's command line."""
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+        "-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}.key",
+        "-out", f"{name}.pem", "-addext", f"subjectAltName=DNS:{name}",
+    ]  # fmt: skip
+    if issuer:
+        command += ["-CA", f"{issuer}.pem", "-CAkey", f"{issuer}.key"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return (folder / f"{name}.pem").read_bytes(), (folder / f"{name}.key").read_bytes()
 
 
 async def test_an_address_in_use_is_a_config_error(dry: Served) -> None:

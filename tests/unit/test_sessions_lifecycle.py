@@ -192,6 +192,31 @@ async def test_new_episodes_wait_in_order_while_the_pool_is_full() -> None:
     assert bench.sessions.status().metrics["guardrails/queued_episodes"] == 2
 
 
+async def test_a_repeated_opening_takes_the_episode_over() -> None:
+    bench = Bench()
+    request = OpenRequest(episode_id="e", idempotency_key="k")
+    first = await bench.sessions.open(request)
+    again = await bench.sessions.open(request)
+    assert (again.head, again.holder) == (first.head, first.holder + 1)
+    await bench.sessions.lost("e", first.holder)
+    await bench.say()
+    await bench.sessions.lost("e", again.holder)
+    assert bench.sink.records[0].stop_reason == "client_lost"
+
+
+async def test_a_repeat_of_a_queued_opening_waits_for_the_first() -> None:
+    engine = ScriptedEngine()
+    bench = Bench(engine=engine, admission_poll_s=0.001)
+    await bench.open()
+    engine.kv_use = 1.0
+    request = OpenRequest(episode_id="x", idempotency_key="k")
+    first, again = (asyncio.ensure_future(bench.sessions.open(request)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    assert bench.sessions.status().queued_episodes == 1
+    engine.kv_use = 0.0
+    assert (await first).holder == 1 and (await again).holder == 2
+
+
 async def test_a_full_pool_without_episodes_admits() -> None:
     engine = ScriptedEngine()
     engine.kv_use = 1.0

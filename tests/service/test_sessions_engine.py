@@ -1,0 +1,124 @@
+"""Random episodes on a real model: what was sampled is what a cold engine computes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from harness_sdk.errors import HarnessError
+from harness_sdk.record import NodeKind
+from harness_sdk.types import Limits, Message, SamplingOptions
+from rollout_service.engine.transformers import TransformersEngine
+from rollout_service.sessions.threads import Thread
+from tests.session_cases import CHAT, LOOK, Bench
+
+
+def load(folder: Path) -> TransformersEngine:
+    return TransformersEngine(
+        str(folder), max_tokens=20_000, detokenize=CHAT.tokenizer.decode, max_num_seqs=4
+    )
+
+
+async def play(bench: Bench, rng: random.Random, num_calls: int) -> None:
+    """Sampled and demonstrated turns, forks, rewinds and reads, refusals included."""
+    episode = bench.sessions.episode(bench.episode_id)
+    await bench.say()
+    await bench.fork("a", "b")
+
+    async def sample(thread: Thread) -> None:
+        # A hot model samples every kind of token, control tokens among them.
+        sampling = SamplingOptions(
+            max_tokens=rng.randint(1, 12), temperature=rng.choice([1.0, 1.0, 3.0]),
+            seed=rng.randrange(1 << 30),
+        )  # fmt: skip
+        observation = [Message(role="tool", content="o" * rng.randrange(20))]
+        await bench.sessions.turn(
+            bench.call(thread.thread_id), observation[: rng.randrange(2)], sampling=sampling
+        )
+
+    async def fork(thread: Thread) -> None:
+        await bench.fork(f"c{len(episode.threads)}", thread=thread.thread_id)
+
+    async def rewind(thread: Thread) -> None:
+        await bench.sessions.rewind(
+            bench.call(thread.thread_id), max(len(thread.steps) - 2, 0), "n"
+        )
+
+    async def read(thread: Thread) -> None:
+        source = rng.choice([name for name in episode.threads if name != thread.thread_id])
+        await bench.sessions.read_thread(bench.call(thread.thread_id), source, 1, 3)
+
+    async def say(thread: Thread) -> None:
+        await bench.say(thread.thread_id, LOOK)
+
+    for _ in range(num_calls):
+        act = rng.choice([sample] * 4 + [read] * 4 + [say, fork, rewind])
+        try:
+            await act(rng.choice(list(episode.threads.values())))
+        except HarnessError as error:
+            assert not type(error).__name__.endswith("EngineError"), error
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_recorded_logprobs_equal_a_cold_engines(chat_folder: Path, seed: int) -> None:
+    engine, cold = load(chat_folder), load(chat_folder)
+    await engine.start()
+    await cold.start()
+    bench = Bench(engine=engine)
+    episode = await bench.open(
+        primitives=("fork", "rewind", "read_thread", "wait"), limits=Limits(max_threads=3)
+    )
+    await play(bench, random.Random(seed), 80)
+    checked, mounted = 0, 0
+    for node in episode.nodes:
+        cursor = node.cursor
+        if not cursor.sampled_logprobs:
+            continue
+        # Its parents and mounts have no residency here: all is computed anew from token ids.
+        again = await cold.extend(
+            cursor.parent,
+            cursor.token_ids,
+            mounts=cursor.mounts,
+            policy_version=0,
+            score_from=cursor.sampled.index(True),
+        )
+        if node.temperature == 1.0:
+            assert again.sampled_logprobs == pytest.approx(cursor.sampled_logprobs, abs=1e-4)
+            checked += len(again.sampled_logprobs)
+            mounted += bool(cursor.mounts)
+        assert again.position_start == cursor.position_start
+    assert checked > 50 and mounted > 2, (checked, mounted)
+    record = await bench.close(reward=1.0)
+    assert {node.kind for node in record.nodes} >= {NodeKind.TURN, NodeKind.STUB, NodeKind.NOTE}
+    assert engine.stats().tokens_resident == 0 and engine.stats().recurrent_slots == 0
+    await engine.close()
+    await cold.close()
+
+
+async def test_a_leaf_is_cut_off_and_the_turn_rebuilt(chat_folder: Path) -> None:
+    engine = load(chat_folder)
+    await engine.start()
+    bench = Bench(engine=engine)
+    end_of_text = next(iter(CHAT.stop_token_ids - {CHAT.tokenizer.im_end}))
+    await bench.open(primitives=(), limits=Limits(max_turns=200))
+    await bench.say()
+    leaf = None
+    for seed in range(150):
+        # A very hot model soon samples the other stop id.
+        sampling = SamplingOptions(max_tokens=40, temperature=50.0, seed=seed)
+        turn = await bench.sessions.turn(bench.call(), (), sampling=sampling)
+        if turn.token_ids[-1] == end_of_text:
+            leaf = turn
+            break
+        await bench.sessions.rewind(bench.call(), 1)
+    assert leaf is not None
+    await bench.say("root", "after")
+    record = await bench.close()
+    (node,) = [n for n in record.nodes if n.token_ids == (end_of_text,)]
+    following = next(n for n in record.nodes if n.node_id > node.node_id)
+    assert following.parent == node.parent
+    assert following.token_ids[:2] == CHAT.terminator
+    assert engine.stats().tokens_resident == 0
+    await engine.close()
