@@ -1,0 +1,189 @@
+"""One step: cut anywhere the same gradients, records checked, figures right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness_sdk.errors import ConfigError, ProtocolError
+from harness_sdk.record import EpisodeRecord, record_to_bytes
+from tests.random_records import random_record
+from tests.records import small_record
+from tests.tiny_models import save_tiny_model
+from trainer_service.config import OBJECTIVE_NAMES, TrainerConfig
+from trainer_service.feed import Batch
+from trainer_service.groups import Group, Scored
+from trainer_service.loop import parse_record
+from trainer_service.optim import Optimizer
+from trainer_service.policy import LoraOptions, Policy
+from trainer_service.run_state import probe_tokens
+from trainer_service.step import split_episodes, train_step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
+
+
+def _config(model: Path, objective: str, **batch: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {"model": {"path": model}, "objective": objective, "batch": batch, "optim": {"lr": 1e-2}}
+    )
+
+
+def _batch(num_groups: int = 2, *, demonstrations: bool = False) -> Batch:
+    groups = []
+    for number in range(num_groups):
+        records = [
+            random_record(
+                np.random.default_rng(10 * number + index),
+                300,
+                episode_id=f"episode-{number}-{index}",
+                group_id=f"group-{number}",
+                num_events=5,
+                mount_layers=(2, 5),
+                reward=float(index == 0),
+                with_demonstrations=demonstrations,
+                policy_version=number,
+            )
+            for index in range(3)
+        ]
+        groups.append(
+            Group(
+                group_id=f"group-{number}",
+                episodes=tuple(Scored.of(r.episode_id, r) for r in records),
+            )
+        )
+    return Batch(groups=tuple(groups))
+
+
+def _stepped(config: TrainerConfig, batch: Batch) -> tuple[dict[str, float], list[torch.Tensor]]:
+    assert config.model.path is not None
+    policy = Policy.load(
+        config.model.path, lora=LoraOptions(rank=2, alpha=4.0, seed=1), dtype="float64"
+    )
+    # B starts at zero, where half of the gradients vanish.
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    result = train_step(policy, optimizer, batch, config, version=1)
+    return result.metrics, [p.detach().clone() for p in policy.trainable_parameters()]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
+def test_step_does_not_depend_on_how_strips_are_cut(model: Path, objective: str) -> None:
+    batch = _batch(demonstrations=objective == "sft")
+    whole, one = _stepped(_config(model, objective), batch)
+    pieces, other = _stepped(_config(model, objective, max_strip_tokens=1), batch)
+    assert pieces["loss/total"] == pytest.approx(whole["loss/total"], rel=1e-9, abs=1e-12)
+    assert pieces["optim/grad_norm"] == pytest.approx(whole["optim/grad_norm"], rel=1e-9)
+    for name in ("divergence/kl_mean", "divergence/kl_max", "tokens/packed", "tokens/flat"):
+        assert pieces[name] == pytest.approx(whole[name], rel=1e-9)
+    for a, b in zip(one, other, strict=True):
+        assert torch.allclose(a, b, rtol=1e-7, atol=1e-10)
+
+
+def test_step_reports_what_the_issue_asks_for(model: Path) -> None:
+    metrics, _ = _stepped(_config(model, "dag_grpo"), _batch())
+    assert metrics["reward/mean"] == pytest.approx(1 / 3)
+    assert metrics["policy/lag_max"] == 1.0
+    assert 0.0 < metrics["policy/lag_mean"] < 1.0
+    assert metrics["batch/uniform_groups"] == 0.0
+    assert metrics["tokens/packed"] < metrics["tokens/flat"]
+    assert metrics["divergence/kl_max"] > metrics["divergence/kl_mean"] > 0.0
+    assert metrics["divergence/dlogp_max"] > metrics["divergence/dlogp_mean"] > 0.0
+    assert 0 < metrics["divergence_current/num_tokens"] < metrics["divergence/num_tokens"]
+    for name in (
+        "loss/total", "optim/grad_norm", "optim/lr", "objective/clip_fraction",
+        "objective/entropy", "tokens/per_s", "seconds/pack", "seconds/compute",
+    ):  # fmt: skip
+        assert np.isfinite(metrics[name]), name
+
+
+def test_rewarded_episodes_become_likelier_and_others_less(model: Path) -> None:
+    config = _config(model, "dag_grpo")
+    policy = Policy.load(model, lora=LoraOptions(rank=4, alpha=8.0))
+    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    good = [small_record(f"g{i}", token_ids=(1, 2, 3, 4)) for i in range(2)]
+    bad = [small_record(f"b{i}", token_ids=(1, 2, 5, 6), reward=0.0) for i in range(2)]
+    before = policy.token_logprobs((1, 2, 3, 4)), policy.token_logprobs((1, 2, 5, 6))
+    for _ in range(3):
+        now = [policy.token_logprobs(r.nodes[0].token_ids)[1:] for r in (good[0], bad[0])]
+        episodes = tuple(
+            Scored.of(
+                record.episode_id,
+                replace(record, nodes=(replace(record.nodes[0], sampled_logprobs=logprobs),)),
+            )
+            for records, logprobs in ((good, now[0]), (bad, now[1]))
+            for record in records
+        )
+        batch = Batch(groups=(Group(group_id="g", episodes=episodes),))
+        metrics = train_step(policy, optimizer, batch, config, version=0).metrics
+        assert metrics["divergence/dlogp_max"] < 1e-6
+    after = policy.token_logprobs((1, 2, 3, 4)), policy.token_logprobs((1, 2, 5, 6))
+    assert sum(after[0][1:]) > sum(before[0][1:])
+    assert sum(after[1][1:]) < sum(before[1][1:])
+
+
+def test_episodes_of_another_model_are_refused_with_both_hashes(model: Path) -> None:
+    config = _config(model, "sft")
+    policy = Policy.load(model, lora=LoraOptions(rank=2))
+    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    records = [small_record("a"), small_record("b", model_hash="feed")]
+    groups = tuple(
+        Group(group_id="", episodes=(Scored.of(record.episode_id, record),)) for record in records
+    )
+    with pytest.raises(ConfigError, match=rf"episode b .*feed.*{policy.model_hash}"):
+        train_step(policy, optimizer, Batch(groups=groups), config, version=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strips"),
+    [
+        ([60, 30, 20, 150, 10], [[0, 1], [2], [3], [4]]),
+        ([100], [[0]]),
+        ([1, 1, 1], [[0, 1, 2]]),
+        ([200, 200], [[0], [1]]),
+    ],
+)
+def test_episodes_are_never_cut_and_strips_stay_below_the_bound(
+    sizes: list[int], strips: list[list[int]]
+) -> None:
+    assert split_episodes(sizes, 100) == strips
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stop_reason": "tired"}, "tired"),
+        ({"reward": 1.5}, r"1\.5"),
+        ({"reward": float("nan")}, "nan"),
+        ({"nodes": (replace(small_record("a").nodes[0], parent=7),)}, "parent"),
+        ({"nodes": (replace(small_record("a").nodes[0], sampled=(True,)),)}, "add up"),
+    ],
+)
+def test_record_that_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> None:
+    record: EpisodeRecord = replace(small_record("a"), **change)
+    with pytest.raises(ValueError, match=said):
+        parse_record(record_to_bytes(record))
+
+
+def test_record_is_parsed_whole_and_bytes_that_are_none_are_refused() -> None:
+    record = small_record("a")
+    assert parse_record(record_to_bytes(record)) == record
+    with pytest.raises(ProtocolError):
+        parse_record(b"\xff")
+
+
+def test_probe_follows_the_first_path() -> None:
+    record = random_record(np.random.default_rng(3), 300, num_events=8)
+    probe = probe_tokens(record, 6)
+    assert probe[: len(record.nodes[0].token_ids)] == record.nodes[0].token_ids[:6]
+    assert probe_tokens(small_record("a", token_ids=(9,), num_prompt=0), 6) == (9, 9)
