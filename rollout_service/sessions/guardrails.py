@@ -107,7 +107,6 @@ class Guardrails:
         """
         used = thread.tokens_used
         if used + cost + least > self.limits.thread_budget:
-            thread.exhausted = ThreadStatus.BUDGET
             raise self._exhausted(
                 thread,
                 "the messages do not fit the thread's budget",
@@ -116,7 +115,6 @@ class Guardrails:
                 remedy="shorten the messages, rewind, or call done",
             )
         if self._model_room(thread) < cost + least:
-            thread.exhausted = ThreadStatus.BUDGET
             head = thread.head
             raise self._exhausted(
                 thread,

@@ -13,6 +13,7 @@ from harness_sdk.types import (
     FinishReason,
     Message,
     SamplingOptions,
+    ThreadStatus,
     TokenDelta,
     ToolSchemas,
     Turn,
@@ -104,7 +105,11 @@ async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan
             episode.guardrails.check_cost(thread, len(with_notice) + opening, 1)
             notes, token_ids = [*notes, reserve], with_notice
     cost = len(token_ids) + opening
-    episode.guardrails.check_cost(thread, cost, 1)
+    try:
+        episode.guardrails.check_cost(thread, cost, 1)
+    except BudgetExhausted:
+        thread.exhausted = ThreadStatus.BUDGET
+        raise
     thread.exhausted = None
     in_reserve = thread.reserve_noted or reserve is not None
     limit = episode.guardrails.sampling_limit(thread, cost, in_reserve=in_reserve)

@@ -144,7 +144,9 @@ async def test_an_observation_that_does_not_fit_is_refused_and_may_be_shortened(
     with pytest.raises(BudgetExhausted, match=f"with {used} used; allowed: 300 tokens; shorten"):
         await bench.say("root", LOOK, "x" * 300)
     assert (episode.root.tokens_used, episode.root.head_id) == (used, head)
+    assert bench.sessions.build_record("e").stop_reason == "budget"
     await bench.say("root", "", "short")
+    assert bench.sessions.build_record("e").stop_reason == "agent_ended"
 
 
 async def test_the_models_positions_limit_turns_forks_and_reads() -> None:
