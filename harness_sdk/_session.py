@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Collection, Coroutine
 from typing import Any, TypeVar
 
 from harness_sdk._channel import Method, Q, R, Rpc
-from harness_sdk.errors import ClientClosed, EpisodeNotFound, HarnessError
+from harness_sdk.errors import Cancelled, ClientClosed, EpisodeNotFound, HarnessError
 from harness_sdk.options import Timeouts
 from harness_sdk.types import Limits, SamplingOptions
 
@@ -109,7 +109,12 @@ class Session:
             coroutine.close()
             raise
         assert self._group is not None
-        task = self._group.create_task(coroutine)
+        try:
+            task = self._group.create_task(coroutine)
+        except RuntimeError as error:
+            # Another task has failed and the block is about to be left.
+            coroutine.close()
+            raise Cancelled("the episode is being closed", episode_id=self.episode_id) from error
         self._tasks[task] = thread_id
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task

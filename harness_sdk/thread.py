@@ -86,6 +86,7 @@ class Thread:
         self._threads = threads
         self._head = head
         self._running = ""
+        self._end = asyncio.Event()
         threads[thread_id] = self
 
     @property
@@ -327,6 +328,15 @@ class Thread:
         await self._cancelled(reply.cancelled_threads)
         return tuple(reply.cancelled_threads)
 
+    async def until_ended(self) -> ThreadStatus:
+        """Suspend until this client knows that the thread has ended, and how.
+
+        Unlike `wait` it tells the model nothing and is open to siblings; threads that wait for
+        each other in a circle never return.
+        """
+        await self._end.wait()
+        return self.status
+
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T | None]:
         """Run this thread's agent as a task of the episode.
 
@@ -391,7 +401,7 @@ class Thread:
         self.num_turns += 1
         self.num_sampled += len(turn.token_ids)
         if turn.thread_ended is not None:
-            self.status = turn.thread_ended
+            self._mark_ended(self.thread_id, turn.thread_ended)
 
     def _mark_ended(
         self, thread_id: str, status: ThreadStatus, answer: str = "", evidence: str = ""
@@ -399,6 +409,7 @@ class Thread:
         thread = self._threads.get(thread_id)
         if thread is not None and status.is_final:
             thread.status, thread.answer, thread.evidence = status, answer, evidence
+            thread._end.set()
 
     async def _cancelled(self, thread_ids: Sequence[str]) -> None:
         for thread_id in thread_ids:

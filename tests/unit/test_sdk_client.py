@@ -24,6 +24,7 @@ from harness_sdk import (
 from harness_sdk.errors import (
     AuthError,
     BudgetExhausted,
+    Cancelled,
     ClientClosed,
     ConfigError,
     DeadlineExceeded,
@@ -392,6 +393,36 @@ async def test_first_failure_of_a_task_fails_the_episode_and_the_rest_is_noted(
             await asyncio.sleep(5)
     assert caught.value.__notes__ == ["also failed: LookupError: second"]
     assert "first" in server.of("CloseEpisode")[0].error_message
+
+
+async def test_task_spawned_while_the_episode_falls_is_refused_without_a_trace(
+    client: OctopusClient,
+) -> None:
+    refused: list[BaseException] = []
+
+    async def nothing() -> None:
+        return None
+
+    with pytest.raises(LookupError, match="first"):
+        async with client.episode() as episode:
+
+            async def late() -> None:
+                try:
+                    await asyncio.sleep(5)
+                finally:
+                    try:
+                        episode.spawn(nothing())
+                    except Cancelled as error:
+                        refused.append(error)
+
+            async def fail() -> None:
+                raise LookupError("first")
+
+            episode.spawn(late())
+            await asyncio.sleep(0)
+            episode.spawn(fail())
+            await asyncio.sleep(5)
+    assert len(refused) == 1
 
 
 async def test_episode_closed_by_the_service_is_told_as_such(

@@ -1,0 +1,69 @@
+"""`octopus eval`: each task of an agent folder once, scored and kept out of training."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness_sdk.agents import Agent
+from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.runner import GroupOutcome, Runner, RunOptions
+from harness_sdk.summary import summarise
+
+if TYPE_CHECKING:
+    from harness_sdk.cli.run_config import EvalConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    from harness_sdk.cli.run_config import EvalConfig
+
+    parser.add_argument("agent", type=Path, metavar="FOLDER", help="folder with agent.py")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write figures and episodes there"
+    )
+    add_config_arguments(parser, EvalConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score the agent; 1 where no episode could be scored."""
+    from harness_sdk.cli.run_config import EvalConfig
+
+    config = load_config(EvalConfig, args.config, args.overrides)
+    if args.dry_run:
+        sys.stdout.write(render_config(config, args.dry_run))
+        return 0
+    agent = configured_agent(args.agent, config)
+    groups = asyncio.run(_evaluate(config, agent))
+    summary = summarise(groups)
+    sys.stdout.write("\n".join(summary.lines()) + "\n")
+    if args.json is not None:
+        results = [asdict(episode) for group in groups for episode in group.episodes]
+        figures = {"agent": agent.name, **asdict(summary), "results": results}
+        args.json.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    return 1 if summary.accuracy is None else 0
+
+
+async def _evaluate(config: EvalConfig, agent: Agent) -> list[GroupOutcome]:
+    options = RunOptions(
+        group_size=config.repeats,
+        num_groups=config.tasks,
+        concurrency=config.concurrency,
+        grouped=False,
+    )
+    async with connected(config.address, config) as clients:
+        return await Runner(clients, agent, options, on_group=_show).run()
+
+
+def _show(group: GroupOutcome) -> None:
+    for episode in group.episodes:
+        reward = "failed" if episode.reward is None else f"{episode.reward:.3f}"
+        text = episode.error or episode.answer
+        sys.stdout.write(f"{group.task_id}  {reward}  {' '.join(text.split())[:120]}\n")
+    sys.stdout.flush()

@@ -1,0 +1,158 @@
+"""`octopus run`: an agent folder's tasks as groups of episodes, in step with the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness_sdk.agents import Agent
+from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.client import OctopusClient
+from harness_sdk.permits import NoPermits, Permits, redis_permits
+from harness_sdk.runner import GroupOutcome, Runner, RunOptions
+from harness_sdk.summary import summarise
+
+if TYPE_CHECKING:
+    from harness_sdk.cli.run_config import RunConfig
+
+_POLL_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    from harness_sdk.cli.run_config import RunConfig
+
+    parser.add_argument("agent", type=Path, metavar="FOLDER", help="folder with agent.py")
+    add_config_arguments(parser, RunConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the groups; 0 when all have ended, 130 after Ctrl-C."""
+    from harness_sdk.cli.run_config import RunConfig
+
+    config = load_config(RunConfig, args.config, args.overrides)
+    if args.dry_run:
+        sys.stdout.write(render_config(config, args.dry_run))
+        return 0
+    agent = configured_agent(args.agent, config)
+    asyncio.run(_run(config, agent))
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Services:
+    """Where the run goes."""
+
+    addresses: tuple[str, ...]
+    redis_url: str | None
+    is_local: bool = False
+
+
+async def _run(config: RunConfig, agent: Agent) -> None:
+    async with (
+        _services(config) as services,
+        connected(services.addresses, config) as clients,
+        _permits(services, config.run or clients[0].info.run) as permits,
+    ):
+        runner = Runner(
+            clients,
+            agent,
+            RunOptions(
+                group_size=config.group_size,
+                num_groups=config.groups,
+                concurrency=config.concurrency,
+            ),
+            permits=permits,
+            on_group=_Progress(),
+        )
+        try:
+            await runner.run()
+        finally:
+            sys.stdout.write("\n".join(summarise(runner.groups).lines()) + "\n")
+            sys.stdout.flush()
+        if services.is_local:
+            await _drain(config, services, clients[0])
+
+
+@contextlib.asynccontextmanager
+async def _services(config: RunConfig) -> AsyncIterator[_Services]:
+    """The services that were named, or all of them on this machine for `--model`."""
+    if config.model is None:
+        yield _Services(addresses=config.address, redis_url=config.redis_url)
+        return
+    from harness_sdk.cli.models import resolve_model
+    from harness_sdk.cli.stack import LocalStack
+    from harness_sdk.cli.stack_config import StackConfig
+
+    batch = {"group_size": config.group_size, **config.trainer.get("batch", {})}
+    stack = LocalStack(
+        StackConfig(
+            model=await asyncio.to_thread(resolve_model, config.model),
+            run=config.run or "local",
+            folder=config.folder,
+            redis_url=config.redis_url,
+            token=config.token,
+            rollout=config.rollout,
+            trainer={**config.trainer, "batch": batch},
+        )
+    )
+    try:
+        async with stack, asyncio.TaskGroup() as tasks:
+            supervising = tasks.create_task(stack.supervise())
+            yield _Services(addresses=(stack.address,), redis_url=stack.redis_url, is_local=True)
+            supervising.cancel()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+
+
+@contextlib.asynccontextmanager
+async def _permits(services: _Services, run: str) -> AsyncIterator[Permits]:
+    if services.redis_url is None:
+        yield NoPermits()
+        return
+    async with redis_permits(services.redis_url, run) as permits:
+        yield permits
+
+
+async def _drain(config: RunConfig, services: _Services, client: OctopusClient) -> None:
+    """Let the trainer finish what it can still use, then say which versions are served."""
+    from rollout_service.stream import read_stream_state
+
+    assert services.redis_url is not None
+    deadline_s = time.monotonic() + config.drain_s
+    while time.monotonic() < deadline_s:
+        state = await read_stream_state(services.redis_url, config.run or "local")
+        if state.pending + state.undelivered == 0:
+            break
+        await asyncio.sleep(_POLL_S)
+    versions = (await client.status()).policy_versions
+    sys.stdout.write(f"versions  {', '.join(map(str, versions))} served now\n")
+
+
+class _Progress:
+    """One line for each group that has ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._started_s = time.monotonic()
+
+    def __call__(self, group: GroupOutcome) -> None:
+        self._count += 1
+        rewards = group.rewards
+        mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
+        failed = group.size - len(rewards)
+        tokens = sum(episode.num_tokens for episode in group.episodes)
+        sys.stdout.write(
+            f"group {self._count}  {group.task_id}  reward {mean}  "
+            f"{group.size} episodes, {failed} failed  {tokens} tokens  "
+            f"{time.monotonic() - self._started_s:.1f} s\n"
+        )
+        sys.stdout.flush()

@@ -1,0 +1,115 @@
+"""Configuration of `octopus run` and `octopus eval`; import it lazily."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from harness_sdk.errors import ConfigError
+from harness_sdk.types import PRIMITIVES
+
+
+class Section(BaseModel):
+    """Base of every section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LimitsSection(Section):
+    """Budgets of the episodes; an unset one is the agent's own, else the service's."""
+
+    thread_budget: int | None = Field(default=None, ge=1)
+    """Tokens that a thread may append."""
+    answer_reserve: int | None = Field(default=None, ge=1)
+    """Tokens of it that only done may use."""
+    max_threads: int | None = Field(default=None, ge=1)
+    """Children per episode."""
+    max_depth: int | None = Field(default=None, ge=0)
+    """Forks below the root; 0 sets no limit."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Model turns per thread."""
+
+
+class SamplingSection(Section):
+    """Sampling of turns that say nothing else; an unset value is the agent's, else the SDK's."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a turn."""
+    temperature: float | None = Field(default=None, ge=0)
+    """0 is greedy."""
+
+
+class AgentConfig(Section):
+    """What both commands take."""
+
+    address: tuple[str, ...] = ()
+    """host:port of a rollout service, several with commas; episodes take turns among them."""
+    token: SecretStr | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_TOKEN"})
+    """Bearer token of the service."""
+    tls_ca: Path | None = None
+    """PEM of the authority that signed the service; set, it turns TLS on."""
+    tls_cert: Path | None = None
+    """PEM of the client's certificate, for mutual TLS; set with tls_key."""
+    tls_key: Path | None = None
+    """PEM of the client's private key."""
+    concurrency: int = Field(default=16, ge=1)
+    """Episodes at a time."""
+    primitives: tuple[str, ...] | Literal["agent"] = "agent"
+    """Branching tools that the model is offered, with commas; none, or agent for its own."""
+    limits: LimitsSection = LimitsSection()
+    sampling: SamplingSection = SamplingSection()
+
+    @field_validator("address", mode="before")
+    @classmethod
+    def _split_address(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("primitives", mode="before")
+    @classmethod
+    def _split_primitives(cls, value: Any) -> Any:
+        if value == "agent":
+            return value
+        names = value.split(",") if isinstance(value, str) else list(value)
+        names = [] if names == ["none"] else names
+        for name in names:
+            if name not in PRIMITIVES:
+                raise ConfigError(
+                    "unknown primitive",
+                    value=name,
+                    limit=f"{', '.join(PRIMITIVES)}; or none, or agent",
+                )
+        return tuple(names)
+
+
+class RunConfig(AgentConfig):
+    """`octopus run`."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Episodes of one task that are compared with each other."""
+    groups: int | None = Field(default=None, ge=0)
+    """Groups to run: none passes over the tasks once, 0 goes on until Ctrl-C."""
+    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run; unset takes the service's."""
+    redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
+    """Redis or Valkey that holds the trainer's permits; unset never waits for a trainer."""
+    model: str | None = None
+    """Start all services here with this model: a Hugging Face folder, or smollm2."""
+    folder: Path = Path("runs")
+    """Folder of the runs, for the services that model starts."""
+    drain_s: float = Field(default=600.0, ge=0)
+    """Seconds that the trainer which model started may still work after the last group."""
+    rollout: dict[str, Any] = {}
+    """Settings of the rollout service that model starts, as --rollout.engine.max-tokens 65536."""
+    trainer: dict[str, Any] = {}
+    """Settings of the trainer that model starts, as --trainer.optim.lr 1e-4."""
+
+
+class EvalConfig(AgentConfig):
+    """`octopus eval`."""
+
+    repeats: int = Field(default=1, ge=1)
+    """Episodes of each task."""
+    tasks: int | None = Field(default=None, ge=1)
+    """Tasks to run, the first ones; none runs all."""

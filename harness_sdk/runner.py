@@ -1,0 +1,281 @@
+"""Runs an agent's tasks as groups of episodes, and scores them: the library behind `octopus run`
+and `octopus eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from harness_sdk.agents import Agent, Task, each_task, outcome, task_id
+from harness_sdk.client import OctopusClient
+from harness_sdk.episode import Episode
+from harness_sdk.errors import (
+    BudgetExhausted,
+    ConfigError,
+    HarnessError,
+    ServiceError,
+    ThreadEnded,
+)
+from harness_sdk.permits import NoPermits, Permits
+from harness_sdk.types import ThreadStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What is run, and how much of it at once."""
+
+    group_size: int = 8
+    """Episodes of one task that are compared with each other."""
+    num_groups: int | None = None
+    """Groups to run; None passes over the tasks once, 0 goes on until it is cancelled."""
+    concurrency: int = 16
+    """Episodes at a time."""
+    grouped: bool = True
+    """False keeps the episodes out of training: they carry no group, and no task comes twice."""
+    max_failures: int = 8
+    """Episodes in a row that may fail for reasons of the infrastructure before the run stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "concurrency", "max_failures"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is too small", value=value, limit="1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeOutcome:
+    """One episode as it ended."""
+
+    task_id: str
+    group_id: str
+    episode_id: str
+    reward: float | None = None
+    """y; None where the episode failed for a reason that is not the policy's."""
+    answer: str = ""
+    stop_reason: str = ""
+    error: str = ""
+    seconds: float = 0.0
+    num_tokens: int = 0
+    """Unique tokens of its record."""
+    num_sampled: int = 0
+    num_turns: int = 0
+    num_forks: int = 0
+    """Threads beside the root."""
+    num_rewinds: int = 0
+    num_reads: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The agent's own, of an episode that was scored."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupOutcome:
+    """The episodes of one task, as they end."""
+
+    task_id: str
+    group_id: str
+    size: int
+    episodes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the episodes that count."""
+        return [each.reward for each in self.episodes if each.reward is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every episode has ended."""
+        return len(self.episodes) == self.size
+
+
+class Runner:
+    """Runs groups with bounded concurrency.
+
+    Args:
+        clients: Connected clients; groups take turns among them.
+        agent: What to run.
+        options: How much of it.
+        permits: How far it may run ahead; None sets no limit.
+        on_group: Called when the last episode of a group has ended.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[OctopusClient],
+        agent: Agent,
+        options: RunOptions,
+        *,
+        permits: Permits | None = None,
+        on_group: Callable[[GroupOutcome], None] | None = None,
+    ) -> None:
+        self._clients = clients
+        self._agent = agent
+        self._options = options
+        self._permits = permits or NoPermits()
+        self._on_group = on_group
+        self._slots = asyncio.Semaphore(options.concurrency)
+        self._failures = 0
+        self._unopened: dict[int, GroupOutcome] = {}
+        self.groups: list[GroupOutcome] = []
+        """Every group begun so far; unless the run has no end, which keeps none."""
+
+    async def run(self) -> list[GroupOutcome]:
+        """Run every group; a failed episode is recorded, not raised.
+
+        Raises:
+            ServiceError: `max_failures` episodes in a row failed by the infrastructure's fault.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for index, task in self._wanted():
+                    await self._begin_group(tasks, index, task)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            for each in list(self._unopened.values()):
+                await self._give_back_unopened(each)
+        return self.groups
+
+    async def _wanted(self) -> AsyncIterator[tuple[int, Task]]:
+        """The tasks of the groups to run, pass after pass where more are wanted than there are."""
+        index, wanted = 0, self._options.num_groups
+        while True:
+            before = index
+            async for task in each_task(self._agent):
+                if wanted and index >= wanted:
+                    return
+                yield index, task
+                index += 1
+            if wanted is None or not self._options.grouped:
+                return
+            if index == before:
+                raise ConfigError("the agent has no tasks", value=self._agent.name)
+
+    async def _begin_group(self, tasks: asyncio.TaskGroup, index: int, task: Task) -> None:
+        name = task_id(task)
+        group_id = f"{name}/{uuid.uuid4().hex[:12]}" if self._options.grouped else ""
+        group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
+        if self._options.num_groups != 0:
+            self.groups.append(group)
+        client = self._clients[index % len(self._clients)]
+        for number in range(group.size):
+            await self._slots.acquire()
+            try:
+                if number == 0:
+                    await self._permits.take()
+                    self._unopened[id(group)] = group
+            except BaseException:
+                self._slots.release()
+                raise
+            tasks.create_task(self._run_one(client, group, task))
+
+    async def _run_one(self, client: OctopusClient, group: GroupOutcome, task: Task) -> None:
+        try:
+            group.episodes.append(await self._episode(client, group, task))
+        finally:
+            self._slots.release()
+        if group.is_complete:
+            await self._give_back_unopened(group)
+            if self._on_group is not None:
+                self._on_group(group)
+
+    async def _give_back_unopened(self, group: GroupOutcome) -> None:
+        """Return the permit of a group that the service, and so the trainer, never heard of."""
+        if self._unopened.pop(id(group), None) is not None:
+            await self._permits.give_back()
+
+    async def _episode(
+        self, client: OctopusClient, group: GroupOutcome, task: Task
+    ) -> EpisodeOutcome:
+        """One episode; whatever goes wrong in it becomes part of its outcome."""
+        started_s = time.monotonic()
+        episode = client.episode(
+            task_id=group.task_id,
+            group_id=group.group_id,
+            limits=self._agent.limits,
+            primitives=self._agent.primitives,
+            sampling=self._agent.sampling,
+        )
+        reward: float | None = None
+        failure = ""
+        try:
+            async with episode:
+                self._unopened.pop(id(group), None)
+                reward = await run_task(self._agent, episode, task)
+        except Exception as error:
+            reward, failure = None, f"{type(error).__name__}: {error}"
+            known = isinstance(error, HarnessError)
+            logger.warning(
+                "episode %s of task %s failed: %s",
+                episode.episode_id,
+                group.task_id,
+                failure,
+                exc_info=None if known else error,
+            )
+            self._count_failure(error)
+        else:
+            self._failures = 0
+        seconds = time.monotonic() - started_s
+        found = _outcome(group, episode, reward, failure, seconds)
+        if reward is None or self._agent.metrics is None:
+            return found
+        return replace(found, metrics=self._agent.metrics(task, found.answer))
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures >= self._options.max_failures:
+            raise ServiceError(
+                f"episodes fail one after another, the last with {type(error).__name__}: {error}",
+                value=f"{self._failures} in a row",
+                limit=self._options.max_failures,
+                remedy="see the log for the first one; the run can be started again",
+            ) from error
+
+
+async def run_task(agent: Agent, episode: Episode, task: Task) -> float:
+    """Drive an open episode with the agent, score it and close it; returns its y.
+
+    The root's `done` alone is the answer; without one, or where the policy used up its budgets,
+    y is 0.
+    """
+    root = episode.root
+    try:
+        returned = await agent.run(root, task)
+        if isinstance(returned, str) and not root.ended:
+            await root.done(returned)
+    except (BudgetExhausted, ThreadEnded) as error:
+        # The policy's own failure, not the agent's: it scores 0 and is trained on.
+        logger.info("episode %s: %s", episode.episode_id, error)
+    reward = 0.0
+    if root.status is ThreadStatus.DONE:
+        reward = await outcome(agent, task, root.answer)
+    await episode.close(reward=reward)
+    return reward
+
+
+def _outcome(
+    group: GroupOutcome, episode: Episode, reward: float | None, failure: str, seconds: float
+) -> EpisodeOutcome:
+    threads = list(episode.threads.values())
+    result = episode.result
+    return EpisodeOutcome(
+        task_id=group.task_id,
+        group_id=group.group_id,
+        episode_id=episode.episode_id,
+        reward=reward,
+        answer=threads[0].answer if threads else "",
+        stop_reason=result.stop_reason if result is not None else "",
+        error=failure,
+        seconds=seconds,
+        num_tokens=result.num_tokens if result is not None else 0,
+        num_sampled=sum(thread.num_sampled for thread in threads),
+        num_turns=sum(thread.num_turns for thread in threads),
+        num_forks=max(len(threads) - 1, 0),
+        num_rewinds=sum(thread.num_rewinds for thread in threads),
+        num_reads=sum(thread.num_reads for thread in threads),
+    )
