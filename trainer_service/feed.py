@@ -70,6 +70,8 @@ class Collector(Protocol):
     def pop_finished_entries(self) -> list[str]: ...
     @property
     def closed(self) -> tuple[str, ...]: ...
+    @property
+    def num_waiting(self) -> int: ...
 
 
 class StreamFeed:
@@ -81,6 +83,8 @@ class StreamFeed:
         num_groups: Groups of one batch.
         state: What `state()` returned for the checkpoint that this run resumes from.
         on_dropped: Awaited when groups were dropped, with their number since the run began.
+        idle_s: Seconds without an episode after which `on_idle` is awaited.
+        on_idle: Given the number of groups that wait here.
     """
 
     def __init__(
@@ -91,11 +95,16 @@ class StreamFeed:
         num_groups: int,
         state: dict[str, Any],
         on_dropped: Callable[[int], Awaitable[None]],
+        idle_s: float,
+        on_idle: Callable[[int], Awaitable[None]],
     ) -> None:
         self._stream = stream
         self._collector = collector
         self._num_groups = num_groups
         self._on_dropped = on_dropped
+        self._idle_s = idle_s
+        self._on_idle = on_idle
+        self._busy_at = time.monotonic()
         self._consuming: list[str] = []
         self._before = state
         collector.dropped_episodes.update(state.get("dropped_episodes", {}))
@@ -116,6 +125,7 @@ class StreamFeed:
 
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
         """Read until a batch is whole; see `Feed`."""
+        self._busy_at = time.monotonic()
         while not stopped():
             self._collector.expire(time.monotonic())
             groups = self._collector.take(self._num_groups, version)
@@ -150,9 +160,20 @@ class StreamFeed:
         """By cause; see `Feed`."""
         return self._collector.dropped_episodes + self._stream.dropped
 
+    def drop_lost(self, num_groups: int) -> None:
+        """Count groups of which no episode will come."""
+        self._collector.dropped_groups["lost"] += num_groups
+
     async def _read(self) -> None:
-        for delivery in await self._stream.read(max_entries=NUM_READ, block_s=READ_BLOCK_S):
-            self._collector.add(delivery.entry_id, delivery.record, time.monotonic())
+        deliveries = await self._stream.read(max_entries=NUM_READ, block_s=READ_BLOCK_S)
+        now_s = time.monotonic()
+        for delivery in deliveries:
+            self._collector.add(delivery.entry_id, delivery.record, now_s)
+        if deliveries:
+            self._busy_at = now_s
+        elif now_s - self._busy_at >= self._idle_s:
+            self._busy_at = now_s
+            await self._on_idle(self._collector.num_waiting)
 
 
 class Demonstrations:
@@ -173,6 +194,11 @@ class Demonstrations:
     def closed(self) -> tuple[str, ...]:
         """Nothing: no group can get a late episode."""
         return ()
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes that wait for a step."""
+        return len(self._ready)
 
     def add(self, entry_id: str, record: EpisodeRecord, now_s: float) -> None:
         """Take one episode, or drop it with a cause."""

@@ -108,6 +108,11 @@ class GroupAssembler:
         return len(self._open)
 
     @property
+    def num_waiting(self) -> int:
+        """Groups that wait for episodes or for a step."""
+        return self.num_open + self.num_ready
+
+    @property
     def closed(self) -> tuple[str, ...]:
         """Ids of groups that were taken or dropped, for the checkpoint, oldest first."""
         waiting = {group.group_id for group in self._ready}

@@ -20,13 +20,13 @@ from harness_sdk.types import StopReason
 from trainer_service.bus import ControlBus
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
-from trainer_service.feed import Batch, Demonstrations, Feed, FileFeed, StreamFeed
+from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
 from trainer_service.groups import GroupAssembler
 from trainer_service.metrics import report
 from trainer_service.publish import Publisher
 from trainer_service.run_state import Progress, RunState, probe_tokens
 from trainer_service.step import StepResult, train_step
-from trainer_service.stream import EpisodeStream, RedisLink, grant_permits
+from trainer_service.stream import EpisodeStream, RedisLink, grant_permits, permits
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +194,16 @@ class _Loop:
         self._num_dropped_groups = num_dropped_groups
         await self._grant()
 
+    async def _on_idle(self, num_waiting: int) -> None:
+        """Permits of groups whose runner died before their first episode ended come back."""
+        if self._link is None or not self._config.needs_groups:
+            return
+        granted, taken = await permits(self._link, self._config.run)
+        here = self._run.progress.num_groups + self._num_dropped_groups + num_waiting
+        if taken >= granted and taken > here and isinstance(self._feed, StreamFeed):
+            log.warning("%d groups were begun and sent nothing; their permits return", taken - here)
+            self._feed.drop_lost(taken - here)
+
     def _report(self, values: dict[str, float]) -> None:
         for cause, count in self._feed.dropped().items():
             values[f"dropped/{cause}"] = float(count)
@@ -220,27 +230,23 @@ class _Loop:
             claim_idle_s=config.redis.claim_idle_s,
             parse=parse_record,
         )
-        if not config.needs_groups:
-            return StreamFeed(
-                stream,
-                Demonstrations(batch.min_reward),
-                num_groups=batch.episodes_per_step,
-                state=state,
-                on_dropped=self._on_dropped,
+        collector: Collector = Demonstrations(batch.min_reward)
+        if config.needs_groups:
+            collector = GroupAssembler(
+                group_size=batch.group_size,
+                min_group=batch.min_group,
+                deadline_s=batch.group_deadline_s,
+                max_policy_lag=config.max_policy_lag if batch.staleness == "drop" else None,
+                closed=tuple(state.get("closed_groups", ())),
             )
-        assembler = GroupAssembler(
-            group_size=batch.group_size,
-            min_group=batch.min_group,
-            deadline_s=batch.group_deadline_s,
-            max_policy_lag=config.max_policy_lag if batch.staleness == "drop" else None,
-            closed=tuple(state.get("closed_groups", ())),
-        )
         return StreamFeed(
             stream,
-            assembler,
-            num_groups=batch.groups_per_step,
+            collector,
+            num_groups=batch.groups_per_step if config.needs_groups else batch.episodes_per_step,
             state=state,
             on_dropped=self._on_dropped,
+            idle_s=batch.group_deadline_s,
+            on_idle=self._on_idle,
         )
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:

@@ -16,10 +16,11 @@ import torch
 
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
-from harness_sdk.errors import ConfigError
+from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.records_file import write_records
 from tests.random_records import random_record
+from tests.records import small_record
 from tests.tiny_models import save_tiny_model
 from tests.trainer_process import CRASH_POINTS, run_trainer
 from trainer_service.config import TrainerConfig
@@ -250,3 +251,84 @@ async def test_second_trainer_of_a_run_is_refused(tmp_path: Path, model: Path) -
     assert not isinstance(first, BaseException)
     assert isinstance(second, ConfigError)
     assert "another trainer" in str(second)
+
+
+async def _train_until(config: TrainerConfig, *, timeout_s: float = 60.0) -> Any:
+    return await asyncio.wait_for(train(config, asyncio.Event()), timeout_s)
+
+
+async def _add(link: RedisLink, *records: EpisodeRecord) -> None:
+    for record in records:
+        fields = {control.RECORD_FIELD: record_to_bytes(record)}
+        await link.client.xadd(control.episodes_key("r"), fields)
+
+
+async def test_redis_restart_between_steps_loses_nothing(
+    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+) -> None:
+    config = _stream_config(tmp_path, model, "r", server.url)
+    records = _records()
+    await _add(link, *records[:6])
+    training = asyncio.create_task(_train_until(config))
+    metrics = config.folder / "metrics.jsonl"
+    while not (metrics.exists() and read_metrics(metrics)):
+        await asyncio.sleep(0.05)
+        assert not training.done()
+    assert server.process is not None
+    server.process.kill()
+    await server.process.wait()
+    await asyncio.sleep(0.3)
+    await server.start()
+    await link.call(lambda: link.client.ping())
+    await _add(link, *records[6:])
+    assert (await training).version == 3
+    lines = read_metrics(metrics)
+    assert sum(line["batch/episodes"] for line in lines) == 6
+    pending = await link.client.xpending(control.episodes_key("r"), "trainer")
+    assert pending["pending"] == 0
+
+
+async def test_permits_of_lost_groups_return(
+    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+) -> None:
+    config = _stream_config(tmp_path, model, "r", server.url)
+    batch = config.batch.model_copy(update={"group_deadline_s": 0.3})
+    stop = asyncio.Event()
+    training = asyncio.create_task(train(config.model_copy(update={"batch": batch}), stop))
+    async with asyncio.timeout(60):
+        while (await permits(link, "r"))[0] != 11:
+            await asyncio.sleep(0.05)
+        # A runner takes all of them and dies.
+        await link.client.hset(control.permits_key("r"), "taken", 11)
+        while (await permits(link, "r"))[0] != 22:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.7)
+    assert await permits(link, "r") == (22, 11)
+    stop.set()
+    await asyncio.wait_for(training, 20)
+
+
+async def test_non_finite_steps_are_skipped_and_too_many_stop_the_run(
+    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+) -> None:
+    config = _stream_config(tmp_path, model, "r", server.url)
+    optim = config.optim.model_copy(update={"max_skipped": 2})
+    for group in range(3):
+        await _add(
+            link,
+            *(
+                small_record(
+                    f"{group}-{index}", group_id=f"g{group}", reward=float(index), logprob=-1e30
+                )
+                for index in range(GROUP_SIZE)
+            ),
+        )
+    with pytest.raises(EngineError, match="2 steps in a row"):
+        await _train_until(config.model_copy(update={"optim": optim}))
+    lines = read_metrics(config.folder / "metrics.jsonl")
+    assert [line["policy/version"] for line in lines] == [0.0, 0.0]
+    assert [line["optim/skipped"] for line in lines] == [1.0, 2.0]
+    # They are consumed, and their permits return: the next run does not meet them again.
+    pending = await link.client.xpending(control.episodes_key("r"), "trainer")
+    assert pending["pending"] == 2
+    assert (await permits(link, "r"))[0] == 2 + 11
