@@ -20,13 +20,14 @@ LIMITS = Limits(thread_budget=2_048, answer_reserve=256, max_threads=6, max_turn
 PRIMITIVES = ()
 """None: this code calls them, not the model."""
 # The temperature at which a 135M model still makes sense; it is recorded and trained as such.
-SAMPLING = SamplingOptions(max_tokens=20, temperature=0.5)
+SAMPLING = SamplingOptions(max_tokens=16, temperature=0.5)
 
 _SYSTEM = "You answer questions from passages, in as few words as possible."
-_NUM_PASSAGES, _PASSAGE_WORDS = 2, 45
+_NUM_PASSAGES, _PASSAGE_WORDS = 2, 32
 
 _CLOSED = re.compile(r"(are|is|was|were|do|does|did|has|have|can)\b", re.IGNORECASE)
-_NAME = re.compile(r"[A-Z][\w'.-]*(?:(?: (?:of|the|from|in|de|von))* [A-Z][\w'.-]*)*")
+_NAME = re.compile(r"[A-Z][\w'-]*(?:(?: (?:of|the|from|in|de|von))* [A-Z][\w'-]*)*")
+_PAIR = re.compile(rf"({_NAME.pattern}),? (?:and|or) (?:the )?({_NAME.pattern})")
 
 
 def tasks() -> Sequence[Mapping[str, Any]]:
@@ -94,7 +95,7 @@ def golds(task: Mapping[str, Any]) -> list[str]:
 
 
 def sub_questions(task: Mapping[str, Any]) -> list[str]:
-    """The shipped decomposition, or one question about each of the first two things named.
+    """The shipped decomposition, or one question about each of two things named.
 
     `#1` stands for the answer of the first sub-question.
     """
@@ -102,9 +103,11 @@ def sub_questions(task: Mapping[str, Any]) -> list[str]:
         return [_spelled_out(hop["question"]) for hop in task["decomposition"]]
     question = task["question"]
     # The first word is capitalised whatever it is.
-    names = _NAME.findall(question[0].lower() + question[1:])
-    first, second = [*names, question, question][:2]
-    return [f"What is known about {first}?", f"What is known about {second}?"]
+    plain = question[0].lower() + question[1:]
+    pair = _PAIR.search(plain)
+    names = list(pair.groups()) if pair else _NAME.findall(plain)
+    asked = [f"What is known about {name}?" for name in names[:2]]
+    return [*asked, question, question][:2]
 
 
 def is_closed(question: str) -> bool:

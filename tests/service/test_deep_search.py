@@ -1,0 +1,96 @@
+"""The deep search example, both styles, against the real rollout service and the real passages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.deep_search import agent
+from harness_sdk import Limits, OctopusClient, SamplingOptions
+from harness_sdk.agents import load_agent
+from harness_sdk.record import NodeKind
+from harness_sdk.runner import run_task
+from tests.service.sdk_service import ScriptedEngine, calls, scripted
+
+FOLDER = Path(agent.__file__).parent
+# The scripted model's tokens are bytes.
+LIMITS = Limits(thread_budget=16_384, answer_reserve=256)
+
+
+def _task(beginning: str) -> Mapping[str, Any]:
+    (task,) = [task for task in agent.tasks() if task["question"].startswith(beginning)]
+    return task
+
+
+async def test_agent_forks_a_branch_per_hop_and_reads_the_hop_before() -> None:
+    def script(text: str) -> str:
+        if "Answer in a few words" in text:
+            return "Waylon Payne"
+        if "[branch hop2]" in text:
+            return "Waylon Payne, he did" if "</tool_response>\n" in text else "."
+        return "Jerry Lee Lewis" if "[branch hop1]" in text else "the singer"
+
+    loaded = load_agent(FOLDER)
+    task = _task("Who played the It'll Be Me singer")
+    async with scripted(script) as service, OctopusClient.connect(service.address) as client:
+        async with client.episode(limits=LIMITS, primitives=(), sampling=agent.SAMPLING) as episode:
+            assert await run_task(loaded, episode, task) == 1.0
+        assert isinstance(service.engine, ScriptedEngine)
+        seen = service.engine.seen
+    # The second hop is asked with the first one's answer, sees its passages, and finds its own.
+    assert any("who played Jerry Lee Lewis on walk the line" in text for text in seen)
+    assert '{"name": "search"' in seen[0] or "search(" in seen[0]
+    (record,) = service.records.written
+    assert [thread.thread_id for thread in record.threads] == ["root", "hop1", "hop2"]
+    assert {thread.status for thread in record.threads} == {"done"}
+    owners = {node.node_id: node.thread_id for node in record.nodes}
+    stubs = [node for node in record.nodes if node.kind is NodeKind.STUB]
+    assert [node.thread_id for node in stubs] == ["hop2"]
+    assert {owners[mount.node_id] for mount in stubs[0].mounts} == {"hop1"}
+    assert record.reward == 1.0
+
+
+async def test_a_search_call_of_the_model_is_honoured() -> None:
+    def script(text: str) -> str:
+        if "[branch" not in text:
+            return "no"
+        if "Call search" in text and "<tool_response>\n" not in text.split("Call search")[1]:
+            return calls(("search", {"query": "snowfall in Seattle"}))
+        return "6.8 inches"
+
+    loaded = load_agent(FOLDER)
+    task = _task("What is the usual average snowfall")
+    async with scripted(script) as service, OctopusClient.connect(service.address) as client:
+        sampling = SamplingOptions(max_tokens=200)
+        async with client.episode(limits=LIMITS, primitives=(), sampling=sampling) as episode:
+            assert await run_task(loaded, episode, task) == 0.0
+        assert isinstance(service.engine, ScriptedEngine)
+        # Three hops; every search went for Seattle whatever the hop asked.
+        assert sum("Seattle: " in text.rsplit("Call search", 1)[-1] for text in service.engine.seen)
+    assert len(service.records.written[0].threads) == 4
+
+
+async def test_model_driven_agent_lets_the_model_do_it_all() -> None:
+    passage = _task("What is the usual average snowfall")["supporting"][-1]
+
+    def script(text: str) -> str:
+        if "[branch" in text:
+            if "page 1 of" in text:
+                return calls(("done", {"answer": "6.8 inches"}))
+            if "<tool_response>\nd" in text:
+                return calls(("open_page", {"passage_id": passage}))
+            return calls(("search", {"query": "average snowfall in Seattle"}))
+        if "[fork]" not in text:
+            return calls(("fork", {"branches": {"snow": "How much snow?"}}), ("wait", {}))
+        return calls(("done", {"answer": "6.8 inches"}))
+
+    loaded = load_agent(FOLDER / "model_driven")
+    task = _task("What is the usual average snowfall")
+    async with (
+        scripted(script) as service,
+        OctopusClient.connect(service.address) as client,
+        client.episode(limits=LIMITS) as episode,
+    ):
+        assert await run_task(loaded, episode, task) == 1.0
+    assert [thread.answer for thread in service.records.written[0].threads] == ["6.8 inches"] * 2
