@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from tree_kernels.layout import TreeLayout, heavy_first_order
 
@@ -92,19 +91,6 @@ def random_case(
         while with_mounts and rng.random() < 0.4:
             begin = int(rng.integers(0, num_tokens))
             mounts[node].append((begin, int(rng.integers(begin, num_tokens)) + 1))
-    return TreeCase(parents, lengths, mounts)
-
-
-@st.composite
-def tree_cases(draw: st.DrawFn, max_nodes: int = 12, max_length: int = 9) -> TreeCase:
-    """Forests with mounts that overlap, repeat and touch the reader's own path."""
-    count = draw(st.integers(1, max_nodes))
-    parents = [-1] + [draw(st.integers(-1, node - 1)) for node in range(1, count)]
-    lengths = [draw(st.integers(1, max_length)) for _ in range(count)]
-    parents, lengths = strip_order(parents, lengths)
-    total = sum(lengths)
-    span = st.tuples(st.integers(0, total - 1), st.integers(1, total)).filter(lambda s: s[0] < s[1])
-    mounts = [draw(st.lists(span, max_size=3)) for _ in range(count)]
     return TreeCase(parents, lengths, mounts)
 
 

@@ -8,9 +8,23 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.tree_cases import TreeCase, random_case, tree_cases
+from tests.tree_cases import TreeCase, random_case, strip_order
 from tree_kernels.layout import AttentionTiles, TreeLayout, heavy_first_order
+
+
+@st.composite
+def tree_cases(draw: st.DrawFn, max_nodes: int = 12, max_length: int = 9) -> TreeCase:
+    """Forests with mounts that overlap, repeat and touch the reader's own path."""
+    count = draw(st.integers(1, max_nodes))
+    parents = [-1] + [draw(st.integers(-1, node - 1)) for node in range(1, count)]
+    lengths = [draw(st.integers(1, max_length)) for _ in range(count)]
+    parents, lengths = strip_order(parents, lengths)
+    total = sum(lengths)
+    span = st.tuples(st.integers(0, total - 1), st.integers(1, total)).filter(lambda s: s[0] < s[1])
+    mounts = [draw(st.lists(span, max_size=3)) for _ in range(count)]
+    return TreeCase(parents, lengths, mounts)
 
 
 def seen_by_tiles(tiles: AttentionTiles, total: int) -> torch.Tensor:
@@ -150,4 +164,6 @@ def test_layout_tables_are_built_once_and_follow_the_device() -> None:
     assert layout.chunks(16) is layout.chunks(16)
     assert layout.tiles(mounted=True) is layout.tiles(mounted=True)
     assert layout.to("cpu") is layout
-    assert layout.to("meta").chunks(16).rows.device.type == "meta"
+    moved = layout.to("meta")
+    assert moved.chunks(16).rows.device.type == "meta"
+    assert layout.to("meta") is moved

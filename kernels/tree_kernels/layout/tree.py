@@ -6,7 +6,7 @@ Index tables that operators need are built once per layout and kept on its devic
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -85,17 +85,13 @@ class TreeLayout:
         return int(self.cu_seqlens[-1])
 
     def to(self, device: torch.device | str) -> TreeLayout:
-        """The same layout with its tables on `device`."""
+        """The same layout with its tables on `device`; asked again, the same object."""
         target = torch.device(device)
+        if target.type == "cuda" and target.index is None:
+            target = torch.device("cuda", torch.cuda.current_device())
         if target == self.device:
             return self
-        return TreeLayout(
-            parents=self.parents,
-            cu_seqlens=self.cu_seqlens,
-            exits=self.exits,
-            mounts=self.mounts,
-            device=target,
-        )
+        return self._cached(("to", target), lambda: replace(self, device=target, _tables={}))
 
     def row_parents(self) -> np.ndarray:
         """Row before each row on its path, -1 at a root's first row, `[T]` int64."""
