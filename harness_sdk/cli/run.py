@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness_sdk.agents import Agent
 from harness_sdk.cli.agent_session import configured_agent, connected
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.client import OctopusClient
+from harness_sdk.errors import Unavailable
 from harness_sdk.permits import NoPermits, Permits, redis_permits
 from harness_sdk.runner import GroupOutcome, Runner, RunOptions
 from harness_sdk.summary import summarise
@@ -53,7 +54,8 @@ class _Services:
 
     addresses: tuple[str, ...]
     redis_url: str | None
-    is_local: bool = False
+    episodes_per_step: int = 0
+    """What a step of the trainer that runs here consumes; 0 where it runs elsewhere."""
 
 
 async def _run(config: RunConfig, agent: Agent) -> None:
@@ -78,7 +80,7 @@ async def _run(config: RunConfig, agent: Agent) -> None:
         finally:
             sys.stdout.write("\n".join(summarise(runner.groups).lines()) + "\n")
             sys.stdout.flush()
-        if services.is_local:
+        if services.episodes_per_step:
             await _drain(config, services, clients[0])
 
 
@@ -89,28 +91,37 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
         yield _Services(addresses=config.address, redis_url=config.redis_url)
         return
     from harness_sdk.cli.models import resolve_model
-    from harness_sdk.cli.stack import LocalStack
+    from harness_sdk.cli.stack import LocalStack, trainer_settings
     from harness_sdk.cli.stack_config import StackConfig
+    from trainer_service.config import TrainerConfig
 
-    batch = {"group_size": config.group_size, **config.trainer.get("batch", {})}
-    stack = LocalStack(
-        StackConfig(
-            model=await asyncio.to_thread(resolve_model, config.model),
-            run=config.run or "local",
-            folder=config.folder,
-            redis_url=config.redis_url,
-            token=config.token,
-            rollout=config.rollout,
-            trainer={**config.trainer, "batch": batch},
-        )
+    stack_config = StackConfig(
+        model=await asyncio.to_thread(resolve_model, config.model),
+        run=config.run or "local",
+        folder=config.folder,
+        redis_url=config.redis_url,
+        token=config.token,
+        rollout=config.rollout,
+        trainer=_trainer_for_groups(config),
     )
+    batch = TrainerConfig.model_validate(trainer_settings(stack_config)).batch
+    stack = LocalStack(stack_config)
     try:
         async with stack, asyncio.TaskGroup() as tasks:
             supervising = tasks.create_task(stack.supervise())
-            yield _Services(addresses=(stack.address,), redis_url=stack.redis_url, is_local=True)
+            yield _Services(
+                addresses=(stack.address,),
+                redis_url=stack.redis_url,
+                episodes_per_step=batch.groups_per_step * batch.group_size,
+            )
             supervising.cancel()
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
+
+
+def _trainer_for_groups(config: RunConfig) -> dict[str, Any]:
+    batch = {"group_size": config.group_size, **config.trainer.get("batch", {})}
+    return {**config.trainer, "batch": batch}
 
 
 @contextlib.asynccontextmanager
@@ -123,15 +134,17 @@ async def _permits(services: _Services, run: str) -> AsyncIterator[Permits]:
 
 
 async def _drain(config: RunConfig, services: _Services, client: OctopusClient) -> None:
-    """Let the trainer finish what it can still use, then say which versions are served."""
+    """Let the trainer take the steps that it has the episodes for, then say what is served."""
     from rollout_service.stream import read_stream_state
 
     assert services.redis_url is not None
     deadline_s = time.monotonic() + config.drain_s
     while time.monotonic() < deadline_s:
-        state = await read_stream_state(services.redis_url, config.run or "local")
-        if state.pending + state.undelivered == 0:
-            break
+        # Entries are acknowledged once the step that used them is durable.
+        with contextlib.suppress(Unavailable):
+            state = await read_stream_state(services.redis_url, config.run or "local")
+            if state.pending + state.undelivered < services.episodes_per_step:
+                break
         await asyncio.sleep(_POLL_S)
     versions = (await client.status()).policy_versions
     sys.stdout.write(f"versions  {', '.join(map(str, versions))} served now\n")
