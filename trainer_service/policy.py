@@ -149,6 +149,11 @@ class Policy:
         return tuple(self.logprobs(flat_episode(token_ids)).policy_logprobs.tolist())
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._model.get_input_embeddings().num_embeddings
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._model.device

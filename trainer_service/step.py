@@ -50,7 +50,7 @@ def train_step(
     Raises:
         ConfigError: An episode was sampled from another base model.
     """
-    check_model(batch.episodes, policy.model_hash)
+    check_model(batch.episodes, policy.model_hash, policy.vocab_size)
     begin = time.monotonic()
     pieces = _pieces(batch, config)
     packed = time.monotonic()
@@ -77,11 +77,11 @@ def train_step(
     return StepResult(skipped=outcome.skipped, metrics=metrics)
 
 
-def check_model(episodes: Sequence[Scored], model_hash: str) -> None:
-    """Refuse episodes of another base model; records without a hash, as imported ones, pass.
+def check_model(episodes: Sequence[Scored], model_hash: str, vocab_size: int) -> None:
+    """Refuse episodes of another base model; imported records have no hash, but a vocabulary.
 
     Raises:
-        ConfigError: With both hashes.
+        ConfigError: With both hashes, or with the token and the size of the vocabulary.
     """
     for episode in episodes:
         found = episode.record.model_hash
@@ -91,6 +91,14 @@ def check_model(episodes: Sequence[Scored], model_hash: str) -> None:
                 value=found,
                 limit=model_hash,
                 remedy="give rollout and trainer the same model folder, or use a new run name",
+            )
+        largest = max(max(node.token_ids, default=0) for node in episode.record.nodes)
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"episode {episode.record.episode_id} has tokens that the model does not know",
+                value=largest,
+                limit=f"below {vocab_size}",
+                remedy="tokenize the records with the model's own tokenizer",
             )
 
 

@@ -144,6 +144,16 @@ def test_episodes_of_another_model_are_refused_with_both_hashes(model: Path) -> 
         train_step(policy, optimizer, Batch(groups=groups), config, version=0)
 
 
+def test_episodes_of_another_vocabulary_are_refused(model: Path) -> None:
+    config = _config(model, "sft")
+    policy = Policy.load(model, lora=LoraOptions(rank=2))
+    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    episode = Scored.of("a", small_record("a", token_ids=(5, 6, 300)))
+    batch = Batch(groups=(Group(group_id="", episodes=(episode,)),))
+    with pytest.raises(ConfigError, match="got 300; allowed: below 300"):
+        train_step(policy, optimizer, batch, config, version=0)
+
+
 @pytest.mark.parametrize(
     ("sizes", "strips"),
     [
