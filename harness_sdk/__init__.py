@@ -5,7 +5,13 @@ from harness_sdk.episode import Episode, QueuedEvent
 from harness_sdk.errors import HarnessError
 from harness_sdk.options import RetryPolicy, Timeouts, TlsOptions
 from harness_sdk.thread import Thread
-from harness_sdk.tool_loop import LoopEvent, LoopResult, ToolLoop, ToolLoopOptions
+from harness_sdk.tool_loop import (
+    LoopEvent,
+    LoopResult,
+    ToolLoop,
+    ToolLoopOptions,
+    current_thread,
+)
 from harness_sdk.tools import Tool
 from harness_sdk.types import (
     PRIMITIVES,
@@ -56,4 +62,5 @@ __all__ = [
     "ToolLoop",
     "ToolLoopOptions",
     "Turn",
+    "current_thread",
 ]

@@ -165,7 +165,13 @@ class _ThreadLoop:
 
     async def run(self, messages: Sequence[Message] = ()) -> None:
         """Turn after turn until the thread ends or its budgets allow no other."""
-        _thread.set(self._thread)
+        before = _thread.set(self._thread)
+        try:
+            await self._run(messages)
+        finally:
+            _thread.reset(before)
+
+    async def _run(self, messages: Sequence[Message]) -> None:
         while not self._thread.ended:
             turn = await self._turn(messages)
             if turn is None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import grpc
 import pytest
 
 from harness_sdk import (
     Limits,
     OctopusClient,
+    RetryPolicy,
     StopReason,
     Thread,
     ThreadStatus,
+    TlsOptions,
     ToolLoop,
 )
 from harness_sdk.errors import (
     AuthError,
     BudgetExhausted,
+    Cancelled,
+    ConfigError,
+    EpisodeNotFound,
     HarnessError,
     InvalidRequest,
     ResourceExhausted,
@@ -25,9 +34,11 @@ from harness_sdk.errors import (
     StepNotFound,
     ThreadEnded,
     ThreadNotFound,
+    Unavailable,
 )
 from rollout_service.sessions import SessionOptions
 from tests.service.sdk_service import ScriptedEngine, calls, scripted
+from tests.service.test_server import certificate
 from tests.unit.scripted_server import until
 
 
@@ -290,6 +301,55 @@ async def test_token_opens_the_service_and_its_lack_does_not() -> None:
             with pytest.raises(AuthError, match="token"):
                 async with OctopusClient.connect(service.address, token=token):
                     pass
+
+
+async def test_mutual_tls_lets_known_clients_in_alone(tmp_path: Path) -> None:
+    ca, _ = certificate(tmp_path, "ca")
+    cert, key = certificate(tmp_path, "localhost", issuer="ca")
+    certificate(tmp_path, "client", issuer="ca")
+    tls = grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
+    known = TlsOptions(
+        ca_file=str(tmp_path / "ca.pem"),
+        cert_file=str(tmp_path / "client.pem"),
+        key_file=str(tmp_path / "client.key"),
+        server_name="localhost",
+    )
+    unknown = TlsOptions(ca_file=str(tmp_path / "ca.pem"), server_name="localhost")
+    once = RetryPolicy(max_attempts=1)
+    async with scripted(plain, tls=tls) as service:
+        async with (
+            OctopusClient.connect(service.address, tls=known) as client,
+            client.episode(primitives=()) as episode,
+        ):
+            assert (await episode.root.generate("hello")).text == "fine"
+        for options in (unknown, None):
+            with pytest.raises(Unavailable):
+                async with OctopusClient.connect(service.address, tls=options, retry=once):
+                    pass
+    with pytest.raises(ConfigError, match=r"missing\.pem"):
+        async with OctopusClient.connect("localhost:1", tls=TlsOptions(ca_file="missing.pem")):
+            pass
+
+
+async def test_service_that_stops_mid_turn_is_an_error_at_once_not_a_hang() -> None:
+    async with contextlib.AsyncExitStack() as serving:
+        service = await serving.enter_async_context(scripted(plain))
+        started_s = time.monotonic()
+        with pytest.raises((Unavailable, Cancelled, EpisodeNotFound, ThreadEnded)):
+            async with (
+                OctopusClient.connect(service.address) as client,
+                client.episode(primitives=()) as episode,
+            ):
+                await episode.root.generate("hello")
+                child = (await episode.root.fork({"a": "hang"}))["a"]
+                child.spawn(child.generate())
+                stopping = asyncio.create_task(serving.aclose())
+                try:
+                    await episode.root.wait()
+                finally:
+                    await stopping
+        assert time.monotonic() - started_s < 5
+    assert service.records.written[0].stop_reason == StopReason.CANCELLED
 
 
 async def test_cancelling_the_caller_cancels_the_turn_and_leaves_the_thread_usable() -> None:

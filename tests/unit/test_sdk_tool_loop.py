@@ -15,6 +15,7 @@ from harness_sdk import (
     ThreadStatus,
     ToolLoop,
     ToolLoopOptions,
+    current_thread,
 )
 from harness_sdk.errors import (
     BudgetExhausted,
@@ -218,6 +219,40 @@ async def test_fork_runs_child_loops_at_once_and_wait_joins_them(
     assert observations(server) == []
     assert [list(request.branches) for request in server.of("Wait")] == [[], ["a"], ["b"]]
     assert server.of("Fork")[0].tool_call_id == "c0"
+
+
+async def test_tool_learns_which_thread_calls_it_and_can_await_a_sibling(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    def who() -> str:
+        """Which thread this is."""
+        return current_thread().thread_id
+
+    async def after_a() -> str:
+        """How the sibling ended."""
+        parent = current_thread().parent
+        assert parent is not None
+        return await parent.children["a"].until_ended()
+
+    server.turns.update(
+        {
+            "root": [
+                reply(call("fork", {"branches": {"a": "x", "b": "y"}}), call("who", {})),
+                reply(call("wait", {"branches": ["a", "b"]})),
+                DONE,
+            ],
+            "a": [reply(call("who", {})), reply(call("done", {"answer": "A"}))],
+            "b": [reply(call("after_a", {})), reply(call("done", {"answer": "B"}))],
+        }
+    )
+    await run_root(client, ToolLoop([who, after_a]))
+    assert [observations(server, name) for name in ("root", "a", "b")] == [
+        ["root"],
+        ["a"],
+        ["done"],
+    ]
+    with pytest.raises(LookupError):
+        current_thread()
 
 
 async def test_children_fork_further_and_results_nest(
