@@ -252,6 +252,24 @@ async def test_racing_identical_roots_are_computed_once(hybrid: Play) -> None:
     assert engine.stats().tokens_resident == 5
 
 
+async def test_cancelled_first_of_racing_roots_leaves_nothing_behind(hybrid: Play) -> None:
+    tokens = hybrid.tokens(1200)
+    engine = hybrid.engine
+    first, second = (
+        asyncio.create_task(engine.extend(None, tokens, mounts=(), policy_version=0))
+        for _ in range(2)
+    )
+    while not engine.stats().tokens_computed:
+        await asyncio.sleep(0.001)
+    first.cancel()
+    root = await second
+    assert first.cancelled()
+    assert engine.stats().tokens_computed == 1200
+    await engine.release([root])
+    stats = engine.stats()
+    assert (stats.resident_cursors, stats.tokens_resident) == (0, 0)
+
+
 async def test_pressure_evicts_the_least_recently_used(
     make_engine: MakeEngine, model_folder: Callable[[str], Path]
 ) -> None:

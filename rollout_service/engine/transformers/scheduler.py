@@ -386,13 +386,24 @@ class Scheduler:
         if request.run is not None:
             self._drop_room(request.run)
             request.run = None
-        for key, shared in list(self._shared.items()):
-            shared.waiters.discard(request)
-            if not shared.waiters:
-                self._drop_room(shared.run)
-                del self._shared[key]
+        self._leave_shared(request)
         self._store.unpin(request.pinned)
         request.pinned = set()
+
+    def _leave_shared(self, request: Request) -> None:
+        for key, shared in list(self._shared.items()):
+            if request not in shared.waiters:
+                continue
+            shared.waiters.discard(request)
+            heads = [waiter.plan[0] for waiter in shared.waiters if waiter.plan]
+            heirs = [cursor for cursor in heads if _flight_key(key[0], cursor) == key]
+            if heirs:
+                # An identical root may have been the leaver's, whom nobody releases any more: who
+                # stays owns what comes of it.
+                shared.cursor = heirs[0]
+            else:
+                self._drop_room(shared.run)
+                del self._shared[key]
 
     def _fail(self, requests: list[Request], cause: Exception) -> list[Delivery]:
         deliveries: list[Delivery] = []
