@@ -175,7 +175,8 @@ class TrainerConfig(Options):
     run_folder: Path = Path("runs")
     """Folder in which the run's own folder, named after the run, is made."""
     objective: str = "dag_grpo"
-    """dag_grpo, path_average, token_unique or sft."""
+    """dag_grpo, path_average, token_unique or sft. A run may go on with another one: adapter,
+    versions, steps and schedule continue, the optimiser's moments start anew."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps since the run began, restarts included; unset runs until SIGINT."""
     seed: int = 0

@@ -90,9 +90,10 @@ class Optimizer:
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state` left off."""
-        self._adamw.load_state_dict(state["adamw"])
+    def load_state_dict(self, state: dict[str, Any], *, moments: bool = True) -> None:
+        """Take up where `state` left off; without its moments where another loss made them."""
+        if moments:
+            self._adamw.load_state_dict(state["adamw"])
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]

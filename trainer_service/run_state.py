@@ -145,15 +145,19 @@ class RunState:
         progress["probe_token_ids"] = tuple(progress["probe_token_ids"])
         self.progress = Progress(**progress)
         self.feed_state = dict(state["feed"])
-        self.optimizer.load_state_dict(found.tensors())
+        same_loss = state["objective"] == self.config.objective
+        self.optimizer.load_state_dict(found.tensors(), moments=same_loss)
         # The last process may have ended between the checkpoint and the copy.
         if self.progress.version > 0:
             self._keep_adapter(found.adapter)
         log.info(
-            "resumed from checkpoint %d: version %d, %d steps",
+            "resumed from checkpoint %d: version %d, %d steps, objective %s after %s%s",
             self.progress.checkpoint,
             self.progress.version,
             self.optimizer.num_steps,
+            self.config.objective,
+            state["objective"],
+            "" if same_loss else ": the optimiser's moments start anew",
         )
 
 

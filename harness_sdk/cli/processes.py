@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -16,8 +15,15 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 # Below Linux's ephemeral ports, 32768 and up: one of those may go to a client at any moment.
 _PORTS = range(20_000, 32_768)
-# Loaded before any fork: nothing may be imported between fork and exec.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Asks the kernel for SIGTERM at the parent's end, then becomes the program. A preexec_fn would do
+# it in this process's own fork, whose gRPC handlers can abort the child (grpcio 1.85).
+_LAUNCH = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 async def spawn(
@@ -41,10 +47,9 @@ async def spawn(
         The child; on Linux the kernel ends it when this process dies, however that happens.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    parent = os.getpid()
     with log_path.open("ab") as log:
         return await asyncio.create_subprocess_exec(
-            *argv,
+            *_launched(argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -52,7 +57,6 @@ async def spawn(
             env={**os.environ, **(environment or {})},
             pass_fds=tuple(pass_fds),
             start_new_session=True,
-            preexec_fn=lambda: _die_with(parent),
         )
 
 
@@ -81,8 +85,7 @@ def free_port() -> int:
         return port
 
 
-def _die_with(parent: int) -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
+def _launched(argv: Sequence[str]) -> Sequence[str]:
+    if sys.platform != "linux":
+        return argv
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *argv]

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class LocalStack:
         mqtt_url: Address of the MQTT broker, given or embedded.
         valkey: The embedded server; None where a URL was given.
         processes: The services by name, `rollout` and `trainer`, as far as they were started.
+        num_starts: How often each of them was started.
     """
 
     def __init__(self, config: StackConfig) -> None:
@@ -48,6 +50,7 @@ class LocalStack:
         self.mqtt_url = config.mqtt_url or ""
         self.valkey: ValkeyServer | None = None
         self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.num_starts: Counter[str] = Counter()
 
     async def __aenter__(self) -> LocalStack:
         try:
@@ -64,9 +67,24 @@ class LocalStack:
         """File that service `name` logs to."""
         return self._config.run_folder / f"{name}.log"
 
-    async def start_trainer(self) -> None:
-        """Start the trainer, again after it has ended; it resumes from its checkpoint."""
-        await self._start_service("trainer", trainer_settings(self._config))
+    async def start_trainer(self, settings: Mapping[str, Any] | None = None) -> None:
+        """Start the trainer, again after it has ended; it resumes from its checkpoint.
+
+        Args:
+            settings: Win over those of the configuration.
+
+        Raises:
+            ConfigError: The trainer would refuse them.
+        """
+        await self._start_service("trainer", trainer_settings(self._config, settings))
+
+    async def until_ended(self, name: str) -> None:
+        """Wait until service `name` has done its work.
+
+        Raises:
+            ServiceError: It ended with an error.
+        """
+        await self._watch(name, self.processes[name])
 
     async def supervise(self) -> None:
         """Run until cancelled; restarts the embedded Valkey, which loses nothing by it.
@@ -111,6 +129,7 @@ class LocalStack:
             environment=self._environment(),
         )
         self.processes[name] = process
+        self.num_starts[name] += 1
         self._exit.push_async_callback(stop, process, self._config.stop_s)
         logger.info("%s started as process %d, log in %s", name, process.pid, self.log_path(name))
 
@@ -118,6 +137,8 @@ class LocalStack:
         environment = {"OCTOPUS_REDIS_URL": self.redis_url, "OCTOPUS_MQTT_URL": self.mqtt_url}
         if self._config.token is not None:
             environment["OCTOPUS_TOKEN"] = self._config.token.get_secret_value()
+        if self._config.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self._config.threads)
         return environment
 
     async def _start_rollout(self) -> None:
@@ -186,8 +207,8 @@ def rollout_settings(config: StackConfig) -> dict[str, Any]:
     return settings
 
 
-def trainer_settings(config: StackConfig) -> dict[str, Any]:
-    """Settings of the trainer service; those of `config.trainer` win.
+def trainer_settings(config: StackConfig, over: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings of the trainer service; those of `config.trainer` win, those of `over` most.
 
     Raises:
         ConfigError: The service would refuse them.
@@ -200,7 +221,7 @@ def trainer_settings(config: StackConfig) -> dict[str, Any]:
             "run_folder": str(config.folder),
             "model": {"path": str(config.model)},
         },
-        config.trainer,
+        _merged(config.trainer, over or {}),
     )
     validate_config(TrainerConfig, settings)
     return settings

@@ -31,6 +31,8 @@ class StackConfig(BaseModel):
     """Start the rollout service."""
     with_trainer: bool = True
     """Start the trainer service."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads that each service computes with (OMP_NUM_THREADS); unset leaves the choice to it."""
     start_s: float = Field(default=600.0, gt=0)
     """Seconds that the rollout service has to load its model."""
     stop_s: float = Field(default=30.0, gt=0)

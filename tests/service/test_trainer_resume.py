@@ -232,6 +232,30 @@ async def test_records_end_after_their_epochs_and_another_file_starts_anew(
         assert (await train(config, asyncio.Event())).version == steps
 
 
+async def test_another_objective_goes_on_with_versions_and_new_moments(
+    server: ValkeyServer, link: RedisLink, tmp_path: Path, model: Path
+) -> None:
+    write_records(tmp_path / "a", _records()[:4])
+    batch = {"records": tmp_path / "a", "episodes_per_step": 2}
+    sft = _config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=2)
+    assert (await train(sft, asyncio.Event())).version == 2
+    before, tensors, _ = _final(sft)
+    assert tensors["optimizer"]["adamw"]["state"][0]["step"] == 2
+    await _fill(link, "r")
+    online = _stream_config(tmp_path, model, "r", server.url)
+    assert (await _train_until(online)).version == 3
+    after, tensors, state = _final(online)
+    assert after != before
+    # The third step of the run is the first of this objective.
+    assert tensors["optimizer"]["num_steps"] == 3
+    assert tensors["optimizer"]["adamw"]["state"][0]["step"] == 1
+    assert state["objective"] == "dag_grpo"
+    lines = read_metrics(online.folder / "metrics.jsonl")
+    assert [(line["step"], line["objective"]) for line in lines] == [
+        (1, "sft"), (2, "sft"), (3, "dag_grpo")
+    ]  # fmt: skip
+
+
 async def test_resume_refuses_another_base_model(tmp_path: Path, model: Path) -> None:
     write_records(tmp_path / "a", _records()[:2])
     fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
