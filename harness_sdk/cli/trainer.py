@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -54,13 +55,15 @@ async def _train(config: TrainerConfig) -> None:
     loop = asyncio.get_running_loop()
 
     def ask_to_stop(number: signal.Signals) -> None:
+        if stop.is_set():
+            # A step on its thread cannot be interrupted; whatever is durable is whole.
+            os._exit(128 + number)
         logger.info("%s: ending after this step; once more ends at once", number.name)
         stop.set()
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(each)
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, ask_to_stop, each)
+    logger.info("run %s, objective %s, in %s", config.run, config.objective, config.folder)
     # torch and transformers are imported from here on, off the event loop.
     train = (await asyncio.to_thread(__import__, "trainer_service.loop", fromlist=["train"])).train
     await train(config, stop)

@@ -129,6 +129,28 @@ async def test_signal_ends_after_the_step_and_the_rest_stays_in_the_stream(
     assert "trainer ends: version 2" in log.read_text()
 
 
+async def test_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
+    write_records(tmp_path / "r.records", [small_record("a")])
+    log = tmp_path / "trainer.log"
+    process = await spawn(
+        [*TRAINER, "--objective", "sft", "--model.path", str(model), "--run-folder",
+         str(tmp_path), "--records", str(tmp_path / "r.records")],
+        log_path=log,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(30):
+            # Importing torch comes next: the first signal alone would have to wait for it.
+            while "objective sft, in" not in log.read_text():
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            while "once more ends at once" not in log.read_text():
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 128 + signal.SIGTERM
+    finally:
+        await stop(process, 0)
+
+
 def test_servers_that_are_not_there_are_named(model: Path, tmp_path: Path) -> None:
     shown = _run(
         "--model.path", model, "--run-folder", tmp_path,
