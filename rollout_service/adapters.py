@@ -97,10 +97,13 @@ class Adapters:
                 return self._state
             try:
                 self._state = await self._apply(announcement)
-            except (HarnessError, OSError, ValueError, RuntimeError) as error:
-                # RuntimeError is torch's: no memory for another version, say.
-                logger.error("adapter %d refused: %s", version, error)
-                self._state = replace(self._state, error=str(error), error_version=version)
+            except Exception as error:
+                # It comes from outside: whatever is wrong with it, the replica serves on.
+                told = str(error)
+                if not isinstance(error, HarnessError):
+                    told = f"adapter {version} cannot be served: {error!r}"
+                logger.error("adapter %d refused: %s", version, told)
+                self._state = replace(self._state, error=told, error_version=version)
             return self._state
 
     async def close(self) -> None:

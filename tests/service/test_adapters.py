@@ -206,6 +206,31 @@ async def test_wrong_announcement_is_refused_with_its_reason(
     assert replica.adapters.newest() == 1
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lora_alpha": None},
+        {"target_modules": "("},
+        {"target_modules": [3]},
+        {"rank_pattern": [1]},
+        {"base_model_name_or_path": 5},
+    ],
+)
+async def test_malformed_config_is_refused_and_the_replica_serves_on(
+    replica: Replica, changed: dict[str, Any]
+) -> None:
+    folder = replica.adapter(1)
+    path = folder / control.ADAPTER_CONFIG_FILE
+    good = path.read_text()
+    path.write_text(json.dumps(json.loads(good) | changed))
+    state = await replica.adapters.apply(replica.announce(1, folder))
+    assert "adapter 1 cannot be served" in state.error
+    assert (state.error_version, state.versions) == (1, (0,))
+    path.write_text(good)
+    state = await replica.adapters.apply(replica.announce(1, folder))
+    assert (state.versions, state.error) == ((0, 1), "")
+
+
 async def test_pickled_adapter_is_never_read(replica: Replica) -> None:
     folder = replica.adapter(1)
     announcement = replica.announce(1, folder)
