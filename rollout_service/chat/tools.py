@@ -102,19 +102,26 @@ def parse_tools(tools_json: str) -> list[ToolSchema]:
         return []
     try:
         tools: Any = json.loads(tools_json)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest("tools are no valid JSON", value=error) from error
     if not isinstance(tools, list):
         raise InvalidRequest("tools are no JSON array", value=type(tools).__name__)
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _is_schema(tool):
             raise InvalidRequest(
                 f"tool {index} is no function schema",
                 value=json.dumps(tool)[:200],
                 limit='{"type": "function", "function": {"name": ..., "parameters": ...}}',
             )
     return tools
+
+
+def _is_schema(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters", {})
+    return isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict)
 
 
 def tools_section(tools: ToolSchemas, preamble: Preamble) -> tuple[str, str, str]:

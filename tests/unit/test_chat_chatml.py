@@ -159,7 +159,18 @@ def test_a_tokenizer_that_eats_spaces_is_refused() -> None:
         ChatML(ChatTokenizer(tokenizer))
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"function": {}}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[1]",
+        '[{"function": {}}]',
+        '[{"function": {"name": "x", "parameters": null}}]',
+        '[{"function": {"name": "x", "parameters": {"properties": [1]}}}]',
+        "[" * 100_000,
+    ],
+)
 def test_tools_that_are_no_schemas_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         parse_tools(text)
