@@ -30,6 +30,9 @@ from rollout_service.sessions.threads import Note, Step, Thread, short
 
 Emit = Callable[[TokenDelta], None]
 
+# Below, logits over temperature leave float32's precision, and in the end its range: NaN.
+_LEAST_TEMPERATURE = 1e-3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
@@ -336,7 +339,11 @@ async def _closing(events: AsyncIterator[object]) -> AsyncIterator[None]:
 def _check_sampling(episode: Episode, sampling: SamplingOptions) -> None:
     rules: tuple[tuple[str, bool, str], ...] = (
         ("max_tokens", sampling.max_tokens >= 1, "1 or more"),
-        ("temperature", 0 <= sampling.temperature <= 100, "0 to 100"),
+        (
+            "temperature",
+            sampling.temperature == 0 or _LEAST_TEMPERATURE <= sampling.temperature <= 100,
+            f"0 (greedy), or {_LEAST_TEMPERATURE} to 100",
+        ),
         ("top_p", 0 < sampling.top_p <= 1, "above 0, at most 1"),
         ("top_k", sampling.top_k >= 0, "0 or more"),
     )

@@ -255,6 +255,7 @@ async def test_kept_replies_are_bounded() -> None:
     [
         (SamplingOptions(max_tokens=0), "max_tokens"),
         (SamplingOptions(temperature=-1), "temperature"),
+        (SamplingOptions(temperature=1e-45), "temperature"),
         (SamplingOptions(temperature=float("nan")), "temperature"),
         (SamplingOptions(top_p=0), "top_p"),
         (SamplingOptions(top_p=0.9), "top_p"),
