@@ -176,6 +176,16 @@ class Episode:
 
         return await self._replies.once(call.idempotency_key, action, effective)
 
+    async def once(self, call: Call, action: str, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run `operation` beside whatever runs, once per idempotency key."""
+
+        async def effective(keep: Callable[[T], None]) -> T:
+            reply = await operation()
+            keep(reply)
+            return reply
+
+        return await self._replies.once(call.idempotency_key, action, effective)
+
     async def stop_threads(self, threads: Iterable[Thread], *, reason: str = "") -> list[str]:
         """Cancel `threads` that still run, their calls too; return the names of those ended."""
         live = [thread for thread in threads if not thread.status.is_final]

@@ -124,6 +124,7 @@ class Sessions:
         try:
             if await self._admission.admit(on_queued):
                 self._service.metrics.add("guardrails/queued_episodes")
+            self._check_admits()
             episode = Episode(
                 self._service,
                 episode_id,
@@ -228,7 +229,9 @@ class Sessions:
         """End a thread and its descendants; the head is not checked."""
         episode = self.episode(call.episode_id)
         self._service.metrics.add("calls/cancel")
-        return await branching.cancel(episode, call.thread_id, reason)
+        return await episode.once(
+            call, "cancel", lambda: branching.cancel(episode, call.thread_id, reason)
+        )
 
     async def close(
         self,
@@ -388,9 +391,12 @@ class Sessions:
             holder=episode.holder,
         )
 
-    def _reserve_id(self, episode_id: str, key: str) -> None:
+    def _check_admits(self) -> None:
         if self._shut:
             raise Unavailable("the service is shutting down", remedy="connect to another replica")
+
+    def _reserve_id(self, episode_id: str, key: str) -> None:
+        self._check_admits()
         known = (self._episodes, self._opening, self._closed)
         if any(episode_id in ids for ids in known):
             raise InvalidRequest(

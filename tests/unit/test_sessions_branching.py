@@ -370,9 +370,13 @@ async def test_cancel_ends_a_thread_and_its_descendants_once() -> None:
     assert await bench.sessions.cancel(bench.call("a")) == ()
     with pytest.raises(ThreadEnded):
         await bench.say("aa")
+    await bench.fork("b")
+    for _ in range(2):
+        # The client drops a thread's tasks by this reply, so a repeat must not lose it.
+        assert await bench.sessions.cancel(bench.call("b", idempotency_key="k")) == ("b",)
     await bench.say("root", "I go on")
     record = await bench.close()
-    assert [t.status for t in record.threads] == ["running", "cancelled", "cancelled"]
+    assert [t.status for t in record.threads] == ["running", *["cancelled"] * 3]
     assert record.stop_reason == "agent_ended"
     assert [n.rewound for n in record.nodes if n.thread_id == "a"] == [True]
 

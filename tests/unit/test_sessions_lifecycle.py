@@ -234,6 +234,19 @@ async def test_shutdown_closes_every_episode_and_admits_none() -> None:
         await bench.sessions.open(OpenRequest())
 
 
+async def test_an_opening_queued_at_shutdown_is_refused() -> None:
+    engine = ScriptedEngine()
+    bench = Bench(engine=engine, admission_poll_s=0.001)
+    await bench.open()
+    engine.kv_use = 1.0
+    queued = asyncio.ensure_future(bench.sessions.open(OpenRequest(episode_id="late")))
+    await asyncio.sleep(0.005)
+    await bench.sessions.shutdown()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await queued
+    assert [record.episode_id for record in bench.sink.records] == ["e"]
+
+
 async def test_a_long_message_is_encoded_off_the_loop() -> None:
     bench = Bench(thread_budget=3_000_000)
     await bench.open(primitives=())
