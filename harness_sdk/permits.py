@@ -29,6 +29,10 @@ class Permits(Protocol):
         """Return the permit of a group that never started."""
         ...
 
+    async def counts(self) -> tuple[int, int]:
+        """Groups granted and taken since the run began."""
+        ...
+
 
 class NoPermits:
     """Every group may start at once."""
@@ -38,6 +42,10 @@ class NoPermits:
 
     async def give_back(self) -> None:
         """Nothing to return."""
+
+    async def counts(self) -> tuple[int, int]:
+        """Nothing is counted."""
+        return 0, 0
 
 
 class RedisPermits:
@@ -69,6 +77,15 @@ class RedisPermits:
     async def give_back(self) -> None:
         """Count one group less as taken."""
         await self._call("hincrby", permits_key(self._run), "taken", -1)
+
+    async def counts(self) -> tuple[int, int]:
+        """Groups granted and taken since the run began.
+
+        Raises:
+            Unavailable: Redis cannot be reached.
+        """
+        found = await self._call("hmget", permits_key(self._run), "granted", "taken")
+        return int(found[0] or 0), int(found[1] or 0)
 
     async def _try(self) -> bool:
         key = permits_key(self._run)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from harness_sdk.errors import ConfigError
 
@@ -42,6 +43,11 @@ def resolve_model(name: str | Path) -> Path:
             limit=f"a Hugging Face folder with config.json, or {SMOLLM2}",
         )
     return folder
+
+
+def rollout_model_settings(name: str | Path) -> dict[str, Any]:
+    """The rollout service's `model` settings that suit `name`, where a run sets no others."""
+    return {"preamble": "compact"} if str(name) == SMOLLM2 else {}
 
 
 def smollm2_folder() -> Path:

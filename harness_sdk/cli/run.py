@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from harness_sdk.cli.run_config import RunConfig
 
 _POLL_S = 0.5
+_MAX_GROUPS_PER_STEP = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +56,10 @@ class _Services:
 
     addresses: tuple[str, ...]
     redis_url: str | None
-    episodes_per_step: int = 0
+    groups_per_step: int = 0
     """What a step of the trainer that runs here consumes; 0 where it runs elsewhere."""
+    groups_ahead: int = 0
+    """Groups that it permits beyond those it has consumed."""
 
 
 async def _run(config: RunConfig, agent: Agent) -> None:
@@ -80,8 +84,8 @@ async def _run(config: RunConfig, agent: Agent) -> None:
         finally:
             sys.stdout.write("\n".join(summarise(runner.groups).lines()) + "\n")
             sys.stdout.flush()
-        if services.episodes_per_step:
-            await _drain(config, services, clients[0])
+        if services.groups_per_step:
+            await _drain(config, services, permits, clients[0])
 
 
 @contextlib.asynccontextmanager
@@ -101,10 +105,12 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
         folder=config.folder,
         redis_url=config.redis_url,
         token=config.token,
-        rollout=config.rollout,
+        rollout=_rollout_for_model(config),
         trainer=_trainer_for_groups(config),
+        threads=max((os.cpu_count() or 2) // 2, 1),
     )
-    batch = TrainerConfig.model_validate(trainer_settings(stack_config)).batch
+    trainer = TrainerConfig.model_validate(trainer_settings(stack_config))
+    per_step = trainer.batch.groups_per_step
     stack = LocalStack(stack_config)
     try:
         async with stack, asyncio.TaskGroup() as tasks:
@@ -112,16 +118,27 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
             yield _Services(
                 addresses=(stack.address,),
                 redis_url=stack.redis_url,
-                episodes_per_step=batch.groups_per_step * batch.group_size,
+                groups_per_step=per_step,
+                groups_ahead=(1 + trainer.max_policy_lag) * per_step,
             )
             supervising.cancel()
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
 
 
+def _rollout_for_model(config: RunConfig) -> dict[str, Any]:
+    from harness_sdk.cli.models import rollout_model_settings
+
+    model = rollout_model_settings(config.model or "")
+    return {**config.rollout, "model": {**model, **config.rollout.get("model", {})}}
+
+
 def _trainer_for_groups(config: RunConfig) -> dict[str, Any]:
-    batch = {"group_size": config.group_size, **config.trainer.get("batch", {})}
-    return {**config.trainer, "batch": batch}
+    batch: dict[str, Any] = {"group_size": config.group_size}
+    if config.groups:
+        # A short run still takes two steps, the second on episodes of a newer version.
+        batch["groups_per_step"] = min(max(config.groups // 2, 1), _MAX_GROUPS_PER_STEP)
+    return {**config.trainer, "batch": {**batch, **config.trainer.get("batch", {})}}
 
 
 @contextlib.asynccontextmanager
@@ -133,17 +150,16 @@ async def _permits(services: _Services, run: str) -> AsyncIterator[Permits]:
         yield permits
 
 
-async def _drain(config: RunConfig, services: _Services, client: OctopusClient) -> None:
-    """Let the trainer take the steps that it has the episodes for, then say what is served."""
-    from rollout_service.stream import read_stream_state
-
-    assert services.redis_url is not None
+async def _drain(
+    config: RunConfig, services: _Services, permits: Permits, client: OctopusClient
+) -> None:
+    """Let the trainer take the steps that it has the groups for, then say what is served."""
     deadline_s = time.monotonic() + config.drain_s
     while time.monotonic() < deadline_s:
-        # Entries are acknowledged once the step that used them is durable.
+        # The permits that follow a step come last: its version is served by then.
         with contextlib.suppress(Unavailable):
-            state = await read_stream_state(services.redis_url, config.run or "local")
-            if state.pending + state.undelivered < services.episodes_per_step:
+            granted, taken = await permits.counts()
+            if taken - (granted - services.groups_ahead) < services.groups_per_step:
                 break
         await asyncio.sleep(_POLL_S)
     versions = (await client.status()).policy_versions

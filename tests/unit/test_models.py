@@ -63,3 +63,8 @@ def test_failed_conversion_leaves_nothing_behind(
     with pytest.raises(ConfigError, match="could not be converted"):
         models.resolve_model("smollm2")
     assert list((tmp_path / "cache" / "octopus").iterdir()) == []
+
+
+def test_small_model_gets_the_compact_tool_list(tmp_path: Path) -> None:
+    assert models.rollout_model_settings("smollm2") == {"preamble": "compact"}
+    assert models.rollout_model_settings(tmp_path) == {}
