@@ -1,0 +1,71 @@
+"""Episodes for the report, kept as they pass through the stream: some early ones, some late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from harness_sdk.control import RECORD_FIELD, episodes_key
+from harness_sdk.record import EpisodeRecord, record_from_bytes
+from harness_sdk.types import StopReason
+
+_KEPT = 64
+_BLOCK_MS = 500
+_FIELD = RECORD_FIELD.encode()
+
+
+class Gallery:
+    """The first and the last episodes of a phase."""
+
+    def __init__(self) -> None:
+        self._first: list[bytes] = []
+        self._last: deque[bytes] = deque(maxlen=_KEPT)
+
+    @contextlib.asynccontextmanager
+    async def collect(self, redis_url: str, run: str) -> AsyncIterator[None]:
+        """Watch the stream of `run` while the block runs, without taking anything from it."""
+        import redis.asyncio
+
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            task = asyncio.create_task(self._read(client, episodes_key(run)))
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def keep(self, data: bytes) -> None:
+        """Take a record's bytes in the order in which the episodes ended."""
+        if len(self._first) < _KEPT:
+            self._first.append(data)
+        self._last.append(data)
+
+    def early(self) -> EpisodeRecord | None:
+        """An early episode that failed, one that forked where there is one."""
+        return _pick(self._first, reward=0.0)
+
+    def late(self) -> EpisodeRecord | None:
+        """A late episode that earned the reward."""
+        return _pick(reversed(self._last), reward=1.0)
+
+    async def _read(self, client: Any, key: str) -> None:
+        last = "$"
+        while True:
+            for _, entries in await client.xread({key: last}, block=_BLOCK_MS) or ():
+                for entry_id, fields in entries:
+                    last = entry_id
+                    self.keep(fields[_FIELD])
+
+
+def _pick(found: Iterable[bytes], *, reward: float) -> EpisodeRecord | None:
+    records = [record_from_bytes(data) for data in found]
+    finished = [r for r in records if not StopReason(r.stop_reason).is_infrastructure]
+    wanted = [record for record in finished if record.reward == reward]
+    branched = [record for record in wanted if len(record.threads) > 1]
+    for choice in (branched, wanted, finished):
+        if choice:
+            return choice[0]
+    return None
