@@ -121,6 +121,9 @@ class ControlBus:
 
     async def _receive(self, client: aiomqtt.Client) -> None:
         async for message in client.messages:
+            # amqtt sends a new subscriber whatever is retained for anybody's subscription.
+            if not message.topic.matches(self._policy_topic):
+                continue
             try:
                 self._announcements.put_nowait(PolicyAnnouncement.from_json(_bytes(message)))
             except ProtocolError as error:

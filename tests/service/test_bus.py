@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import aiomqtt
 import pytest
@@ -136,3 +137,16 @@ async def test_unreachable_or_malformed_broker_is_a_typed_error() -> None:
 
 def test_replica_state_json_is_what_the_trainer_reads() -> None:
     assert ReplicaState.from_json(json.dumps(json.loads(STATE.to_json()))) == STATE
+
+
+async def test_other_retained_topics_are_left_alone(
+    broker: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await _announce(broker, _announcement(4).to_json())
+    await read_bus_state(broker, RUN, listen_s=0.1)
+    async with ControlBus(broker, RUN, STATE):
+        await _state_until(broker, True, (0,))
+        other = replace(STATE, replica_id="replica-1")
+        async with ControlBus(broker, RUN, other) as bus, asyncio.timeout(5):
+            assert await anext(bus.announcements()) == _announcement(4)
+    assert [r.getMessage() for r in caplog.records if "announcement" in r.getMessage()] == []
