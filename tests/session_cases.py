@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from harness_sdk.record import EpisodeRecord
-from harness_sdk.types import Limits, Message, SamplingOptions, Turn
+from harness_sdk.types import BranchResult, Limits, Message, SamplingOptions, Turn
 from rollout_service.chat import ChatML
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Engine, EngineStats, Generated, SampledToken
 from rollout_service.engine.dry import DryEngine
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
 from rollout_service.sessions.episode import Episode
+from rollout_service.sessions.replies import WaitReply
 from tests.chat_tokenizers import chat_tokenizer
 
 CHAT = ChatML(chat_tokenizer(), preamble="compact")
@@ -145,6 +146,11 @@ class Bench:
     async def fork(self, *names: str, thread: str = "root") -> None:
         """Fork children with their names as sub-tasks."""
         await self.sessions.fork(self.call(thread), {name: f"do {name}" for name in names})
+
+    async def wait(self, *branches: str, timeout_s: float = 0) -> list[BranchResult | WaitReply]:
+        """What a wait of the root yields."""
+        events = self.sessions.wait(self.call(), branches, timeout_s)
+        return [event async for event in events]
 
     async def close(self, **outcome: Any) -> EpisodeRecord:
         """Close the episode and return its record."""

@@ -32,8 +32,8 @@ from rollout_service.sessions.threads import Note, Step, Thread, harness_note, s
 async def fork(episode: Episode, thread: Thread, branches: Mapping[str, str]) -> ForkReply:
     """Branch after the thread's last turn; each child begins with its sub-task.
 
-    Where no turn is open (a child before its first turn, a thread just rewound) the children see
-    all that the thread sees.
+    Where the step has no turn yet (a child before its first, a thread just rewound) the children
+    see all that the thread sees.
 
     Raises:
         InvalidRequest: Bad names, or no prompt yet.
@@ -43,16 +43,14 @@ async def fork(episode: Episode, thread: Thread, branches: Mapping[str, str]) ->
     guard.check_primitive(thread, "fork")
     guard.check_fork(thread, branches, list(episode.threads))
     step = thread.steps[-1]
-    after_turn = step.turn is not None and not step.finished
-    if not after_turn:
+    if step.turn is None:
         _check_prompted(thread, "fork")
         await flush(episode, thread)
-    base = step.turn if after_turn else thread.head
-    due = step.turn_due if after_turn else thread.due
+    base = step.turn or thread.head
+    due = step.turn_due if step.turn is not None else thread.due
     assert base is not None
-    inherited = thread.inherited.union(
-        *(told.announced for told in (thread.steps[:-1] if after_turn else thread.steps))
-    )
+    # Rosters come with a turn's messages, so the prefix holds every one that the path has seen.
+    inherited = thread.known
     tasks = {name: harness_note(notes.task_note(name, text)) for name, text in branches.items()}
     for note in tasks.values():
         guard.check_start(thread, base, len(due) + len(episode.service.chat.delta([note.message])))
@@ -208,7 +206,7 @@ def branch_result(thread: Thread) -> BranchResult:
         status=thread.status,
         answer=thread.answer,
         evidence=thread.evidence,
-        summary=short(thread.cancel_reason or thread.steps[-1].summary),
+        summary=short(thread.cancel_reason or thread.summary),
         steps=thread.manifest(),
     )
 
@@ -229,13 +227,12 @@ def _forked_after(thread: Thread, step: int) -> list[Thread]:
 
 
 def _drop_steps(thread: Thread, target: Step, later: Sequence[Step]) -> None:
-    """Cut the path after `target`."""
-    if thread.steps[-1] is not target:
-        # What is pending answers a turn that is dropped.
-        thread.pending.clear()
+    """Cut the path after `target`, what is pending included, and begin the next step."""
+    thread.pending.clear()
     thread.steps = [step for step in thread.steps if step.number <= target.number]
     thread.rewound.update(_leave_path(later))
     thread.due = ()
+    thread.begin_step()
 
 
 def _leave_path(steps: Sequence[Step]) -> list[Cursor]:

@@ -63,7 +63,7 @@ def readable_steps(reader: Thread, source: Thread) -> tuple[int, int]:
     lowest, child = 1, reader
     for ancestor in reader.ancestors():
         if ancestor is source:
-            lowest = child.fork_step + 1
+            lowest = child.first_unseen_step
             break
         child = ancestor
     return lowest, source.last_finished

@@ -49,11 +49,15 @@ def harness_note(text: str, kind: NodeKind = NodeKind.NOTE, **told: Any) -> Note
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Step:
-    """A model turn and the observation that follows; step 0 is the thread's start."""
+    """A model turn and the observation that follows; step 0 is the thread's start.
+
+    What a rewind appends, and what follows up to the next turn, begins that turn's step: going
+    back to the same step again drops it too.
+    """
 
     number: int
     turn: Cursor | None = None
-    """After the model's turn; None in step 0."""
+    """After the model's turn; None in step 0 and until the turn after a rewind."""
     turn_due: tuple[int, ...] = ()
     """What of the turn's terminator follows `turn`."""
     head: Cursor | None = None
@@ -66,6 +70,11 @@ class Step:
     joined: set[str] = field(default_factory=set)
     reserve_noted: bool = False
     summary: str = ""
+
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether a rewind began it and its turn is still to come."""
+        return self.number > 0 and self.turn is None
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +116,10 @@ class Thread:
         self.thread_id = thread_id
         self.parent = parent
         self.fork_step = parent.steps[-1].number if parent is not None else 0
+        """Step of the parent that forked it; rewinding the parent to an earlier one ends it."""
+        before_turn = parent is not None and parent.steps[-1].awaits_turn
+        self.first_unseen_step = self.fork_step + (0 if before_turn else 1)
+        """First step of the parent that its prefix does not hold."""
         self.depth = parent.depth + 1 if parent is not None else 0
         self.children: list[Thread] = []
         self.base = base
@@ -157,8 +170,6 @@ class Thread:
     @property
     def last_finished(self) -> int:
         """Number of the last finished step; -1 before the first."""
-        if self.status.is_final:
-            return self.steps[-1].number
         return max((step.number for step in self.steps if step.finished), default=-1)
 
     @property
@@ -191,12 +202,23 @@ class Thread:
             yield child
             yield from child.descendants()
 
+    def begin_step(self) -> Step:
+        """Finish the last step and begin the next."""
+        self.steps[-1].finished = True
+        self.steps.append(Step(number=self.steps[-1].number + 1))
+        return self.steps[-1]
+
     def end(self, status: ThreadStatus) -> None:
         """Close the thread; what was pending will never be appended."""
         self.status = status
-        self.steps[-1].finished = True
+        self.steps[-1].finished = not self.steps[-1].awaits_turn
         self.pending.clear()
         self.ended.set()
+
+    @property
+    def summary(self) -> str:
+        """Of the last turn on the surviving path."""
+        return next((step.summary for step in reversed(self.steps) if step.turn is not None), "")
 
     def manifest(self) -> tuple[StepSummary, ...]:
         """One line for each finished step."""

@@ -245,13 +245,12 @@ def _commit(
     if observation is not None:
         episode.add_node(thread, before, observation, kind_of(plan.notes))
     before.took(plan.notes)
-    before.finished = True
     thread.pending.clear()
     terminator = episode.service.chat.terminator
     stopped = turn.sampled[-1] and turn.token_ids[-1] == terminator[0]
-    step = Step(number=before.number + 1, turn=turn)
+    step = before if before.awaits_turn else thread.begin_step()
+    step.turn = turn
     step.turn_due = thread.due = terminator[1:] if stopped else terminator
-    thread.steps.append(step)
     thread.num_turns += 1
     demonstrated = request.demonstration is not None
     kind = NodeKind.DEMONSTRATION if demonstrated else NodeKind.TURN

@@ -9,7 +9,6 @@ import pytest
 from harness_sdk.errors import (
     BudgetExhausted,
     InvalidRequest,
-    StepNotFound,
     ThreadEnded,
     ThreadNotFound,
 )
@@ -17,11 +16,6 @@ from harness_sdk.record import NodeKind
 from harness_sdk.types import BranchResult, Limits, Message, ThreadStatus
 from rollout_service.sessions.replies import WaitReply
 from tests.session_cases import CHAT, Bench, ScriptedEngine, path_text, text
-
-
-async def wait(bench: Bench, *branches: str, timeout_s: float = 0) -> list[object]:
-    events = bench.sessions.wait(bench.call(), branches, timeout_s)
-    return [event async for event in events]
 
 
 async def test_children_branch_after_the_turn_and_hear_their_sub_task() -> None:
@@ -90,109 +84,6 @@ async def test_thread_and_depth_limits_name_value_and_limit() -> None:
     with pytest.raises(BudgetExhausted, match="too deep; got 2; allowed: 1"):
         await bench.fork("aa", thread="a")
     await bench.fork("b")
-
-
-async def test_rewind_returns_tokens_and_keeps_turns_and_the_dag() -> None:
-    bench = Bench()
-    episode = await bench.open(primitives=())
-    await bench.say("root", "one")
-    await bench.say("root", "two", "first")
-    used = episode.root.tokens_used
-    turn = await bench.say("root", "three", "second")
-    await bench.say("root", "four", "third")
-    dropped = episode.root.tokens_used - used
-    reply = await bench.sessions.rewind(bench.call(), 1, "dead end")
-    step_two = sum(len(n.cursor.token_ids) for n in episode.nodes if n.step >= 2)
-    assert reply.result.tokens_returned == step_two > dropped
-    assert reply.budget.tokens_used == episode.root.tokens_used
-    assert reply.budget.turns_left == 50 - 4
-    after = await bench.say("root", "again")
-    assert after.step == 2 and turn.step == 3
-    seen = path_text(episode)
-    assert "[rewind 1] dead end" in seen and "second" not in seen and "first" in seen
-    record = await bench.close()
-    assert [n.rewound for n in record.nodes] == [
-        *[False] * 3, *[True] * 5, False, False
-    ]  # fmt: skip
-    assert record.nodes[8].parent == 2 and record.nodes[8].kind is NodeKind.NOTE
-
-
-async def test_rewind_to_an_unknown_step_names_the_allowed_ones() -> None:
-    bench = Bench()
-    episode = await bench.open()
-    with pytest.raises(StepNotFound, match="allowed: none before"):
-        await bench.sessions.rewind(bench.call(), 0)
-    await bench.say()
-    await bench.say()
-    for step in (2, 7):
-        with pytest.raises(StepNotFound, match=f"got {step}; allowed: 0 to 1"):
-            await bench.sessions.rewind(bench.call(), step)
-    assert episode.root.steps[-1].number == 2
-
-
-async def test_rewind_cancels_children_forked_later_with_their_work() -> None:
-    bench = Bench()
-    engine = bench.engine
-    assert isinstance(engine, ScriptedEngine)
-    episode = await bench.open()
-    await bench.say()
-    await bench.fork("early")
-    await bench.say()
-    await bench.fork("late")
-    await bench.say("late")
-    await bench.fork("later", thread="late")
-    await bench.fork("ended")
-    await bench.sessions.done(bench.call("ended"), "x")
-    engine.gate = asyncio.Event()
-    engine.scripts.append(CHAT.reply("never"))
-    running = asyncio.ensure_future(bench.sessions.turn(bench.call("later")))
-    await engine.sampling.wait()
-    reply = await bench.sessions.rewind(bench.call(), 1)
-    assert reply.result.cancelled_threads == ("late", "later")
-    with pytest.raises(ThreadEnded, match="was ended during generate"):
-        await running
-    orphans = {name for name, thread in episode.threads.items() if thread.orphan}
-    assert orphans == {"late", "later", "ended"}
-    assert episode.thread("early").status is ThreadStatus.RUNNING
-    with pytest.raises(InvalidRequest, match="rewound"):
-        await bench.sessions.read_thread(bench.call(), "late", 1, 1)
-    record = await bench.close()
-    assert all(node.rewound for node in record.nodes if node.thread_id in orphans)
-    assert {t.thread_id: t.orphan for t in record.threads}["early"] is False
-
-
-async def test_rewind_says_again_what_is_still_true() -> None:
-    bench = Bench()
-    episode = await bench.open()
-    await bench.say()
-    await bench.fork("a")
-    await bench.say()
-    await bench.say("a")
-    await bench.sessions.done(bench.call("a"), "42")
-    await bench.say()
-    await wait(bench, "a")
-    await bench.say()
-    assert path_text(episode).count("[readable] a 1-1; read_thread(branch, steps)") == 1
-    assert path_text(episode).count("[wait] a done; answer: 42; steps 1-1") == 1
-    await bench.sessions.rewind(bench.call(), 1, "n")
-    assert "[wait]" not in path_text(episode)
-    await bench.say()
-    seen = path_text(episode)
-    assert seen.count("[readable] a 1-1; read_thread(branch, steps)") == 1
-    assert seen.count("[wait] a done; answer: 42; steps 1-1") == 1
-    assert seen.count("[fork] a") == 1
-
-
-async def test_a_repeated_rewind_stays_and_keeps_both_notes() -> None:
-    bench = Bench()
-    episode = await bench.open(primitives=())
-    await bench.say()
-    await bench.say()
-    await bench.sessions.rewind(bench.call(), 1, "first")
-    again = await bench.sessions.rewind(bench.call(), 1, "second")
-    assert again.result.tokens_returned == 0
-    await bench.say()
-    assert path_text(episode).index("first") < path_text(episode).index("second")
 
 
 async def test_a_read_mounts_the_steps_and_jumps() -> None:
@@ -316,7 +207,7 @@ async def test_wait_streams_each_as_it_ends_and_appends_a_note() -> None:
     await bench.say()
     await bench.fork("a", "b")
     await bench.say("b", "found it <tool_call>")
-    waiting = asyncio.ensure_future(wait(bench))
+    waiting = asyncio.ensure_future(bench.wait())
     await asyncio.sleep(0.01)
     assert episode.root.status is ThreadStatus.WAITING
     await bench.sessions.done(bench.call("b"), "B!", "because")
@@ -339,7 +230,7 @@ async def test_wait_gives_up_at_its_deadline() -> None:
     await bench.say()
     await bench.fork("a", "b")
     await bench.sessions.done(bench.call("a"), "x")
-    ended, reply = await wait(bench, timeout_s=0.02)
+    ended, reply = await bench.wait(timeout_s=0.02)
     assert isinstance(ended, BranchResult) and ended.thread_id == "a"
     assert isinstance(reply, WaitReply)
     assert [result.status for result in reply.results] == ["done", "running"]
@@ -350,14 +241,14 @@ async def test_wait_is_for_descendants_alone() -> None:
     await bench.open()
     await bench.say()
     with pytest.raises(InvalidRequest, match="nobody to wait for"):
-        await wait(bench)
+        await bench.wait()
     await bench.fork("a", "b")
     await bench.fork("aa", thread="a")
     events = bench.sessions.wait(bench.call("a"), ["b"])
     with pytest.raises(InvalidRequest, match="descendants alone; got b; allowed: aa"):
         _ = [event async for event in events]
     await bench.sessions.done(bench.call("aa"), "x")
-    assert len(await wait(bench, "aa")) == 2, "grandchildren are descendants"
+    assert len(await bench.wait("aa")) == 2, "grandchildren are descendants"
 
 
 async def test_cancel_ends_a_thread_and_its_descendants_once() -> None:

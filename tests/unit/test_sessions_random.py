@@ -54,6 +54,8 @@ class Player:
         assert thread.tokens_used == used == budget.tokens_used <= BUDGET
         assert budget.tokens_left == BUDGET - used
         assert [step.number for step in thread.steps] == list(range(len(thread.steps)))
+        assert all(step.turn is not None and step.finished for step in thread.steps[1:-1])
+        assert all(node.step == step.number for step in thread.steps for node in step.nodes)
         path = set(thread.head.ancestors()) if thread.head is not None else set()
         mounted = [mount.source for mount in thread.mounts]
         assert len(set(mounted)) == len(mounted), "visibility is a set"
@@ -77,7 +79,13 @@ class Player:
 
     async def _rewind(self, thread: Thread) -> None:
         step = self.rng.randrange(len(thread.steps) + 1)
+        before = list(thread.steps)
         await self.bench.sessions.rewind(self.bench.call(thread.thread_id), step, "n")
+        kept = before[: step + 1]
+        assert thread.steps[:-1] == kept and thread.steps[-1].awaits_turn
+        heads = [each.head for each in kept if each.head is not None]
+        assert thread.head is (heads[-1] if heads else thread.base), "exactly c_k"
+        assert thread.tokens_used == sum(each.num_tokens for each in kept)
 
     async def _read(self, thread: Thread) -> None:
         source = self.rng.choice(list(self.episode.threads))
