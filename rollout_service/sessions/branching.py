@@ -128,6 +128,7 @@ async def read_thread(
     else:
         stub = notes.read_nothing_new(branch, span.first, span.last)
         thread.pending.append(harness_note(stub))
+    thread.steps[-1].mounted += span.all
     head = thread.head
     assert head is not None
     return ReadReply(
@@ -261,7 +262,6 @@ async def _mount(episode: Episode, thread: Thread, span: ReadSpan, stub: Note) -
     cursor = await extend(episode, thread.head, (*thread.due, *tokens), mounts, version)
     step = thread.steps[-1]
     episode.add_node(thread, step, cursor, NodeKind.STUB)
-    step.mounted += span.new
     thread.due = ()
 
 

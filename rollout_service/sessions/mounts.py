@@ -16,8 +16,11 @@ class ReadSpan:
     first: int
     """After clamping to the source's finished steps."""
     last: int
+    all: tuple[Mount, ...]
+    """The steps and what was mounted inside them, whatever the reader saw before: what a reader
+    of the reader gets through this call."""
     new: tuple[Mount, ...]
-    """Spans that were not visible before."""
+    """Those of them that the reader did not see before."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +58,8 @@ def resolve_read(reader: Thread, source: Thread, first: int, last: int) -> ReadS
             remedy="wait for the branch to go on, or read steps that it has finished",
         )
     steps = [step for step in source.steps if begin <= step.number <= end]
-    return ReadSpan(first=begin, last=end, new=_new_spans(reader, steps))
+    spans = _spans(steps)
+    return ReadSpan(first=begin, last=end, all=spans, new=_unseen(reader, spans))
 
 
 def readable_steps(reader: Thread, source: Thread) -> tuple[int, int]:
@@ -69,15 +73,10 @@ def readable_steps(reader: Thread, source: Thread) -> tuple[int, int]:
     return lowest, source.last_finished
 
 
-def _new_spans(reader: Thread, steps: list[Step]) -> tuple[Mount, ...]:
-    """Whole cursors of `steps` and what was mounted inside them, less what `reader` sees."""
-    head = reader.head
-    # Every mount covers a whole cursor, so visibility is a set of cursors. A thread's own rewound
-    # tokens do not come back through another's mounts: that would be reading itself.
-    seen: set[Cursor] = set(head.ancestors()) if head is not None else set()
-    seen.update(mount.source for mount in reader.mounts)
-    seen |= reader.rewound
-    new: list[Mount] = []
+def _spans(steps: list[Step]) -> tuple[Mount, ...]:
+    """Whole cursors of `steps`, each step after what was mounted inside it."""
+    # Every mount covers a whole cursor, so visibility is a set of cursors.
+    found: dict[Cursor, Mount] = {}
     for step in steps:
         whole = [
             Mount(source=node.cursor, begin=0, end=len(node.cursor.token_ids))
@@ -85,7 +84,15 @@ def _new_spans(reader: Thread, steps: list[Step]) -> tuple[Mount, ...]:
             if node.on_path
         ]
         for mount in (*step.mounted, *whole):
-            if mount.source not in seen:
-                seen.add(mount.source)
-                new.append(mount)
-    return tuple(new)
+            found.setdefault(mount.source, mount)
+    return tuple(found.values())
+
+
+def _unseen(reader: Thread, spans: tuple[Mount, ...]) -> tuple[Mount, ...]:
+    head = reader.head
+    seen: set[Cursor] = set(head.ancestors()) if head is not None else set()
+    seen.update(mount.source for mount in reader.mounts)
+    # A thread's own rewound tokens do not come back through another's mounts: that would be
+    # reading itself.
+    seen |= reader.rewound
+    return tuple(mount for mount in spans if mount.source not in seen)

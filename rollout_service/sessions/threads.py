@@ -65,7 +65,7 @@ class Step:
     finished: bool = False
     nodes: list[NodeEntry] = field(default_factory=list)
     mounted: list[Mount] = field(default_factory=list)
-    """Spans that calls inside this step mounted."""
+    """Spans that calls inside this step read, those included that were visible before."""
     announced: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     reserve_noted: bool = False

@@ -138,6 +138,34 @@ async def test_a_read_is_transitive_and_visibility_is_a_set() -> None:
     assert len(set(sources)) == len(sources)
 
 
+async def test_a_transitive_read_does_not_depend_on_what_its_source_saw_before() -> None:
+    bench = Bench()
+    episode = await bench.open()
+    await bench.say()
+    await bench.fork("x", "y", "s", "r", "q")
+    for name in "xysrq":
+        await bench.say(name)
+    await bench.say("y")
+    await bench.sessions.read_thread(bench.call("x"), "y", 1, 1)
+    await bench.say("x")
+    await bench.sessions.read_thread(bench.call("s"), "y", 1, 1)
+    await bench.say("s")
+    # s sees y already, so its second step mounts x alone, and its third nothing.
+    await bench.sessions.read_thread(bench.call("s"), "x", 1, 1)
+    await bench.say("s")
+    nothing = await bench.sessions.read_thread(bench.call("s"), "x", 1, 1)
+    assert nothing.result.tokens_mounted == 0
+    await bench.say("s")
+
+    def sources(reader: str) -> set[str]:
+        mounted = {mount.source for mount in episode.thread(reader).mounts}
+        return {node.thread_id for node in episode.nodes if node.cursor in mounted}
+
+    for reader, step in (("r", 2), ("q", 3)):
+        await bench.sessions.read_thread(bench.call(reader), "s", step, step)
+        assert sources(reader) == {"s", "x", "y"}
+
+
 async def test_reading_an_ancestor_mounts_only_what_follows_the_fork() -> None:
     bench = Bench()
     episode = await bench.open()
