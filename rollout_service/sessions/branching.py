@@ -84,17 +84,15 @@ async def rewind(episode: Episode, thread: Thread, step: int, note: str) -> Rewi
             episode_id=episode.episode_id,
             thread_id=thread.thread_id,
         )
+    # From here to the reply nothing waits: a caller that leaves finds all of it done, or nothing.
     orphans = _forked_after(thread, step)
-    cancelled = await episode.stop_threads(orphans, reason="its parent rewound")
     later = [s for s in thread.steps if s.number > step]
-    gone = [*later, *(s for orphan in orphans for s in orphan.steps)]
-    # Before the first change: a caller that goes away while this waits finds nothing half done.
-    await episode.evict_unread([node.cursor for s in gone for node in s.nodes])
     before = thread.joined
-    _drop_steps(thread, target, later)
+    dropped = _drop_steps(thread, target, later)
     for orphan in orphans:
         orphan.orphan = True
-        _leave_path(orphan.steps)
+        dropped += _leave_path(orphan.steps)
+    cancelled = episode.stop_threads(orphans, reason="its parent rewound", dropped=dropped)
     lost = [episode.thread(name) for name in sorted(before - thread.joined)]
     _append_after_rewind(thread, step, note, [other for other in lost if not other.orphan])
     return RewindReply(
@@ -193,7 +191,7 @@ async def cancel(episode: Episode, thread_id: str, reason: str) -> tuple[str, ..
     """
     thread = episode.thread(thread_id)
     victims = [thread, *thread.descendants()]
-    stopped = await episode.stop_threads(victims, reason=reason)
+    stopped = episode.stop_threads(victims, reason=reason)
     for victim in victims:
         if victim.thread_id in stopped:
             _leave_path(victim.steps)
@@ -227,13 +225,19 @@ def _forked_after(thread: Thread, step: int) -> list[Thread]:
     return [each for child in children for each in (child, *child.descendants())]
 
 
-def _drop_steps(thread: Thread, target: Step, later: Sequence[Step]) -> None:
-    """Cut the path after `target`, what is pending included, and begin the next step."""
+def _drop_steps(thread: Thread, target: Step, later: Sequence[Step]) -> list[Cursor]:
+    """Cut the path after `target`, what is pending included, and begin the next step.
+
+    Returns:
+        The cursors that left the path.
+    """
     thread.pending.clear()
     thread.steps = [step for step in thread.steps if step.number <= target.number]
-    thread.rewound.update(_leave_path(later))
+    dropped = _leave_path(later)
+    thread.rewound.update(dropped)
     thread.due = ()
     thread.begin_step()
+    return dropped
 
 
 def _leave_path(steps: Sequence[Step]) -> list[Cursor]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from harness_sdk.errors import EpisodeNotFound, StaleHead, ThreadEnded, ThreadNotFound
 from harness_sdk.record import NodeKind
 from harness_sdk.types import ROOT_THREAD, Budget, StopReason, ThreadStatus, ToolSchemas
+from rollout_service.background import Background
 from rollout_service.chat.chatml import ChatML
 from rollout_service.cursors import Cursor
 from rollout_service.engine.base import Engine
@@ -76,6 +77,8 @@ class Episode:
         self.closing: StopReason | None = None
         """Set once no further call is accepted."""
         self.closed = asyncio.Event()
+        self.background = Background()
+        """Residency being given back: it goes on where the caller of a call has left."""
         self._replies = Replies(service.options.max_replies)
         self._head_ids = itertools.count(1)
         self.add_thread(ROOT_THREAD, parent=None, base=None)
@@ -170,6 +173,7 @@ class Episode:
             async def body() -> T:
                 reply = await operation(thread)
                 keep(reply)
+                await self.background.settle()
                 return reply
 
             return await self._run_alone(thread, action, body)
@@ -182,12 +186,22 @@ class Episode:
         async def effective(keep: Callable[[T], None]) -> T:
             reply = await operation()
             keep(reply)
+            await self.background.settle()
             return reply
 
         return await self._replies.once(call.idempotency_key, action, effective)
 
-    async def stop_threads(self, threads: Iterable[Thread], *, reason: str = "") -> list[str]:
-        """Cancel `threads` that still run, their calls too; return the names of those ended."""
+    def stop_threads(
+        self, threads: Iterable[Thread], *, reason: str, dropped: Iterable[Cursor] = ()
+    ) -> list[str]:
+        """Cancel `threads` that still run, their calls too, without waiting.
+
+        Once the calls have ended, in the background, the residency of `dropped` that no live
+        thread has mounted is given back.
+
+        Returns:
+            The names of the threads that this ended.
+        """
         live = [thread for thread in threads if not thread.status.is_final]
         tasks = [thread.task for thread in live if thread.task is not None]
         for thread in live:
@@ -195,27 +209,32 @@ class Episode:
             thread.end(ThreadStatus.CANCELLED)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        self.background.begin(self._after_stopping(tasks, list(dropped)))
         return [thread.thread_id for thread in live]
 
     async def stop_calls(self) -> None:
-        """Cancel every running call and wait until its work has ended."""
+        """Cancel every running call and wait until all work has ended."""
         tasks = [thread.task for thread in self.threads.values() if thread.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self.background.settle()
 
-    async def evict_unread(self, cursors: Iterable[Cursor]) -> None:
-        """Give back the residency of dropped cursors that no live thread has mounted."""
+    async def _after_stopping(
+        self, tasks: Iterable[asyncio.Task[Any]], dropped: Iterable[Cursor]
+    ) -> None:
+        if tasks:
+            await asyncio.wait(tasks)
         read = {
             mount.source
             for thread in self.threads.values()
             if not thread.status.is_final
             for mount in thread.mounts
         }
-        await self.service.engine.evict([cursor for cursor in cursors if cursor not in read])
+        unread = [cursor for cursor in dropped if cursor not in read]
+        if unread:
+            await self.service.engine.evict(unread)
 
     async def _enter(self, thread: Thread, call: Call, action: str) -> None:
         """Refuse a call that must not run now; past here nothing waits until it is registered."""
@@ -262,21 +281,25 @@ class Episode:
     async def _run_alone(self, thread: Thread, action: str, body: Callable[[], Awaitable[T]]) -> T:
         began = time.perf_counter()
         task = asyncio.ensure_future(body())
+
+        def ended(_: object) -> None:
+            thread.busy, thread.task = "", None
+            thread.idle.set()
+            self.service.metrics.add(f"calls/{action}")
+            self.service.metrics.add(f"seconds/{action}", time.perf_counter() - began)
+            # Retrieved, so that a failure beside a cancellation does not warn.
+            _ = task.cancelled() or task.exception()
+
         thread.busy, thread.task = action, task
         thread.idle.clear()
+        # By the call itself: a caller that is cancelled twice leaves before it has ended.
+        task.add_done_callback(ended)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait([task])
-            # Retrieved, so that a failure beside the cancellation does not warn.
-            _ = task.cancelled() or task.exception()
             raise
-        finally:
-            thread.busy, thread.task = "", None
-            thread.idle.set()
-            self.service.metrics.add(f"calls/{action}")
-            self.service.metrics.add(f"seconds/{action}", time.perf_counter() - began)
         if task.cancelled():
             self._check_open()
             raise ThreadEnded(

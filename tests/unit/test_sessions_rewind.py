@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from harness_sdk.errors import InvalidRequest, StepNotFound, ThreadEnded
 from harness_sdk.record import NodeKind
 from harness_sdk.types import ThreadStatus
+from rollout_service.cursors import Cursor
 from rollout_service.sessions.replies import WaitReply
 from tests.session_cases import ALL, CHAT, LOOK, Bench, ScriptedEngine, path_text
 
@@ -80,6 +82,41 @@ async def test_rewind_cancels_children_forked_later_with_their_work() -> None:
     record = await bench.close()
     assert all(node.rewound for node in record.nodes if node.thread_id in orphans)
     assert {t.thread_id: t.orphan for t in record.threads}["early"] is False
+
+
+async def test_a_rewind_whose_caller_leaves_is_whole_and_keeps_its_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    episode = await bench.open()
+    await bench.say()
+    await bench.say()
+    await bench.fork("a")
+    evicting, may_evict = asyncio.Event(), asyncio.Event()
+    evict = bench.engine.evict
+
+    async def slow_evict(cursors: Sequence[Cursor]) -> None:
+        evicting.set()
+        await may_evict.wait()
+        await evict(cursors)
+
+    monkeypatch.setattr(bench.engine, "evict", slow_evict)
+    call = bench.call(expected_head=episode.root.head_id, idempotency_key="k")
+    rewinding = asyncio.ensure_future(bench.sessions.rewind(call, 0, "n"))
+    await evicting.wait()
+    rewinding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rewinding
+    child = episode.thread("a")
+    assert (child.status, child.orphan) == (ThreadStatus.CANCELLED, True)
+    assert episode.root.head is episode.root.steps[0].head
+    reply = await bench.sessions.rewind(call, 0, "n")
+    assert (reply.head, reply.result.cancelled_threads) == (episode.root.head_id, ("a",))
+    may_evict.set()
+    await bench.close()
+    assert isinstance(bench.engine, ScriptedEngine)
+    dropped = {node.cursor for node in episode.nodes if node.rewound}
+    assert dropped <= set(bench.engine.evicted), "the eviction went on without its caller"
 
 
 async def test_rewind_says_again_what_is_still_true() -> None:
