@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, HarnessError, Unavailable
+from rollout_service.background import Background
 from rollout_service.engine.base import Engine
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Adapters:
         engine: Started engine.
         state: This replica's state with version 0 alone.
         run: Run name; another run's adapters are refused.
-        folder: Cache of adapter folders; what an earlier process left there is removed.
+        folder: Cache of adapter folders, this replica's own.
         fetch: Fetches a `redis:` adapter.
         pinned: Versions that open episodes still sample under.
         max_versions: Adapters live at a time, version 0 aside.
@@ -71,7 +72,7 @@ class Adapters:
         self._slot_wait_s = slot_wait_s
         self._served: dict[int, str] = {0: ""}
         self._lock = asyncio.Lock()
-        shutil.rmtree(folder, ignore_errors=True)
+        self._background = Background()
 
     @property
     def state(self) -> ReplicaState:
@@ -106,9 +107,14 @@ class Adapters:
                 self._state = replace(self._state, error=told, error_version=version)
             return self._state
 
+    async def start(self) -> None:
+        """Remove what an earlier process left in the cache."""
+        await _remove(self._folder)
+
     async def close(self) -> None:
         """Remove the cached files."""
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await self._background.settle()
+        await _remove(self._folder)
 
     async def _apply(self, announcement: PolicyAnnouncement) -> ReplicaState:
         version = announcement.version
@@ -121,14 +127,14 @@ class Adapters:
             await self._free_slot()
             await self._engine.load_adapter(version, str(folder))
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await self._background.finish(_remove(folder))
             raise
         try:
             checksums = await self._engine.adapter_checksums(version)
             probe = await self._engine.score(announcement.probe_token_ids, policy_version=version)
         except BaseException:
             # Loaded and unproven: no episode may begin with it.
-            await self._unload(version)
+            await self._background.finish(self._unload(version))
             raise
         self._served[version] = announcement.sha256
         logger.info("version %d serves; live: %s", version, sorted(self._served))
@@ -220,8 +226,11 @@ class Adapters:
 
     async def _unload(self, version: int) -> None:
         await self._engine.unload_adapter(version)
-        folder = self._folder / f"version-{version}"
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await _remove(self._folder / f"version-{version}")
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _make_empty(folder: Path) -> None:

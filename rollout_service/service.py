@@ -87,6 +87,7 @@ class RolloutService:
         self._exit.push_async_callback(engine.close)
         self._stream = await self._open_stream()
         self.adapters = self._new_adapters(engine, self._stream)
+        await self.adapters.start()
         self._exit.push_async_callback(self.adapters.close)
         self.sessions = Sessions(
             engine,

@@ -456,7 +456,13 @@ async def _stream(
     """What `start` emits as it happens, then what it returns; closing cancels it."""
     events: asyncio.Queue[Any] = asyncio.Queue()
     task = asyncio.ensure_future(start(events.put_nowait))
-    task.add_done_callback(lambda _: events.put_nowait(None))
+
+    def ended(_: object) -> None:
+        # Retrieved here, for whoever is cancelled twice leaves before the end.
+        _ = task.cancelled() or task.exception()
+        events.put_nowait(None)
+
+    task.add_done_callback(ended)
     try:
         while (event := await events.get()) is not None:
             yield event
@@ -465,7 +471,6 @@ async def _stream(
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-        _ = task.cancelled() or task.exception()
 
 
 def _whole_delta(turn: Turn) -> TokenDelta:

@@ -83,7 +83,8 @@ async def take_turn(
             turn, finish = await _sample(episode, parent, request, plan, version, emit)
         fresh.append(turn)
     except BaseException:
-        await episode.service.engine.release(fresh)
+        # In the background: a caller may be cancelled a second time while it waits here.
+        await episode.background.finish(episode.service.engine.release(fresh))
         raise
     observation = fresh[0] if len(fresh) == 2 else None
     return _commit(episode, thread, request, plan, observation, turn, finish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,7 +17,9 @@ from harness_sdk.errors import (
 )
 from harness_sdk.record import NodeKind
 from harness_sdk.types import Message, SamplingOptions, TokenDelta
+from rollout_service.cursors import Cursor
 from rollout_service.sessions.replies import TurnReply
+from rollout_service.sessions.turns import TurnRequest, take_turn
 from tests.session_cases import CHAT, Bench, ScriptedEngine, path_text, text, tool_call
 
 IM_END = CHAT.tokenizer.im_end
@@ -159,6 +162,46 @@ async def test_a_cancelled_turn_leaves_the_head_and_no_residency() -> None:
     engine.scripts.append(ids("again", IM_END))
     await bench.sessions.turn(bench.call(expected_head=head), TOOL)
     assert path_text(episode).count("4 hits") == 1
+
+
+async def test_a_turn_cancelled_twice_gives_its_residency_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    engine = bench.engine
+    assert isinstance(engine, ScriptedEngine)
+    episode = await bench.open()
+    await bench.say()
+    resident = engine.stats().resident_cursors
+    releasing, may_release = asyncio.Event(), asyncio.Event()
+    release = engine.release
+
+    async def slow_release(cursors: Sequence[Cursor]) -> None:
+        releasing.set()
+        await may_release.wait()
+        await release(cursors)
+
+    monkeypatch.setattr(engine, "release", slow_release)
+    engine.gate = asyncio.Event()
+    engine.scripts.append(ids("long", IM_END))
+    run = episode.run(bench.call(), "generate", lambda thread: take_turn(
+        episode, thread, TurnRequest(messages=tuple(TOOL)), lambda delta: None
+    ))  # fmt: skip
+    turn = asyncio.ensure_future(run)
+    await engine.sampling.wait()
+    turn.cancel()
+    await releasing.wait()
+    body = episode.root.task
+    assert body is not None
+    for task in (turn, body):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert engine.stats().resident_cursors == resident + 1, "the release still waits"
+    assert not episode.root.busy
+    may_release.set()
+    await episode.background.settle()
+    assert engine.stats().resident_cursors == resident
 
 
 async def test_an_engine_failure_is_typed_and_leaves_the_thread() -> None:
