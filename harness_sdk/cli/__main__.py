@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = importlib.import_module(f"harness_sdk.cli.{args.command}")
     sub = argparse.ArgumentParser(
-        prog=f"octopus {args.command}", description=COMMANDS[args.command].capitalize() + "."
+        prog=f"octopus {args.command}", description=_sentence(COMMANDS[args.command])
     )
     command.add_arguments(sub)
     parsed = parse_arguments(sub, rest + arguments[1:])
@@ -53,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _top_parser() -> argparse.ArgumentParser:
