@@ -34,7 +34,9 @@ def transformers_engine(path: Path, **options: Any) -> Engine:
     return TransformersEngine(str(path), detokenize=detokenize, **options)
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"transformers": transformers_engine}
+MakeEngine = Callable[..., Engine]
+
+ENGINES: dict[str, MakeEngine] = {"transformers": transformers_engine}
 """Engines that must conform; called with a model folder and `max_tokens`, `max_num_seqs`."""
 
 

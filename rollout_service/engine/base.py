@@ -126,6 +126,13 @@ class Engine(Protocol):
         """
         ...
 
+    async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
+        """Keep the residency of a generated `turn` for `shorter`, the turn without its last token.
+
+        A residency that trails by that token is whole for `shorter`: nothing is computed again.
+        """
+        ...
+
     async def release(self, cursors: Sequence[Cursor]) -> None:
         """Drop the residency of `cursors`; pages shared with others stay until theirs go."""
         ...

@@ -104,6 +104,12 @@ class DryEngine:
             remedy="append the turn as a demonstration, or serve with another engine",
         )
 
+    async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
+        """Know `shorter` in place of `turn`."""
+        if turn in self._resident:
+            self._resident.discard(turn)
+            self._resident.add(shorter)
+
     async def release(self, cursors: Sequence[Cursor]) -> None:
         """Forget `cursors`."""
         self._resident.difference_update(cursors)

@@ -68,8 +68,6 @@ class Episode:
         self.opened_at_s = time.time()
         self.threads: dict[str, Thread] = {}
         self.nodes: list[NodeEntry] = []
-        self.strays: list[Cursor] = []
-        """Computed cursors that are no nodes; released with the rest."""
         self.tools: ToolSchemas = ()
         """The agent's tools, as the first prompt listed them."""
         self.holder = 0

@@ -430,7 +430,7 @@ class Sessions:
         episode.closing = reason
         await episode.stop_calls()
         record = build_record(episode, reason, **outcome)
-        await self._engine.release([*episode.strays, *(node.cursor for node in episode.nodes)])
+        await self._engine.release([node.cursor for node in episode.nodes])
         entry_id = await self._sink.write(record) if self._sink is not None else ""
         reply = CloseReply(
             result=EpisodeResult(

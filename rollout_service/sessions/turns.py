@@ -82,12 +82,17 @@ async def take_turn(
         else:
             turn, finish = await _sample(episode, parent, request, plan, version, emit)
         fresh.append(turn)
+        kept = _without_leaf(episode, turn)
+        if kept is not turn:
+            fresh.append(kept)
+            with engine_errors(episode):
+                await episode.service.engine.hand_over(turn, kept)
     except BaseException:
         # In the background: a caller may be cancelled a second time while it waits here.
         await episode.background.finish(episode.service.engine.release(fresh))
         raise
-    observation = fresh[0] if len(fresh) == 2 else None
-    return _commit(episode, thread, request, plan, observation, turn, finish)
+    observation = parent if plan.token_ids else None
+    return _commit(episode, thread, request, plan, observation, kept, turn, finish)
 
 
 async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan:
@@ -213,8 +218,8 @@ async def _demonstrate(
     return cursor, "stop"
 
 
-def _trim(episode: Episode, turn: Cursor) -> Cursor:
-    """The turn without a stop id that does not open the terminator; the engine rebuilds it."""
+def _without_leaf(episode: Episode, turn: Cursor) -> Cursor:
+    """The turn without a sampled stop id that does not open the terminator."""
     chat = episode.service.chat
     last = turn.token_ids[-1]
     if last not in chat.stop_token_ids or last == chat.terminator[0] or not turn.sampled[-1]:
@@ -235,11 +240,14 @@ def _commit(
     request: TurnRequest,
     plan: _Plan,
     observation: Cursor | None,
+    turn: Cursor,
     sampled: Cursor,
     finish: FinishReason,
 ) -> TurnReply:
-    """Make the turn the thread's head; nothing here can fail or wait."""
-    turn = _trim(episode, sampled)
+    """Make the turn the thread's head; nothing here can fail or wait.
+
+    `sampled` is all that was sampled, `turn` the part that the path goes on from.
+    """
     if thread.head is None:
         episode.tools = plan.tools
     before = thread.steps[-1]
@@ -258,8 +266,6 @@ def _commit(
     temperature = 1.0 if demonstrated else request.sampling.temperature
     episode.add_node(thread, step, turn, kind, temperature=temperature)
     if turn is not sampled:
-        # Its residency serves nobody and goes with the episode.
-        episode.strays.append(sampled)
         leaf = child_cursor(
             turn,
             sampled.token_ids[-1:],

@@ -1,15 +1,17 @@
-"""Model folders shared by the service tests."""
+"""Model folders and engines shared by the service tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.chat_tokenizers import VOCAB_SIZE, save_chat_tokenizer
-from tests.engine_cases import sharp_model
-from tests.tiny_models import save_tiny_model
+from tests.engine_cases import ENGINES, MakeEngine, Play, sharp_model
+from tests.reference import Reference
+from tests.tiny_models import FAMILIES, save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,35 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny hybrid model with a ChatML tokenizer."""
     folder = save_tiny_model(tmp_path_factory.mktemp("chat"), "qwen3_5", vocab_size=VOCAB_SIZE)
     return save_chat_tokenizer(folder)
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    return ENGINES[request.param]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def play(
+    make_engine: MakeEngine, family: str, model_folder: Callable[[str], Path]
+) -> AsyncIterator[Play]:
+    engine = make_engine(model_folder(family))
+    await engine.start()
+    reference = Reference(sharp_model(family), engine.info.mount_layers)
+    yield Play(engine=engine, reference=reference, rng=random.Random(1))
+    await engine.close()
+
+
+@pytest.fixture
+async def hybrid(
+    make_engine: MakeEngine, model_folder: Callable[[str], Path]
+) -> AsyncIterator[Play]:
+    engine = make_engine(model_folder("qwen3_5"))
+    await engine.start()
+    reference = Reference(sharp_model("qwen3_5"), engine.info.mount_layers)
+    yield Play(engine=engine, reference=reference, rng=random.Random(2))
+    await engine.close()

@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness_sdk.errors import AdapterError, BudgetExhausted, InvalidRequest, ResourceExhausted
 from harness_sdk.types import SamplingOptions
-from rollout_service.engine.base import Engine
-from tests.engine_cases import ENGINES, Play, save_adapter, sharp_model, span
+from tests.engine_cases import MakeEngine, Play, save_adapter, sharp_model, span
 from tests.reference import Reference, flat_logprobs
-from tests.tiny_models import FAMILIES
 
 # PEFT 0.21 reads a property that transformers 5.24 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(params=sorted(ENGINES))
-def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
-    return ENGINES[request.param]
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-async def play(
-    make_engine: MakeEngine, family: str, model_folder: Callable[[str], Path]
-) -> AsyncIterator[Play]:
-    engine = make_engine(model_folder(family))
-    await engine.start()
-    reference = Reference(sharp_model(family), engine.info.mount_layers)
-    yield Play(engine=engine, reference=reference, rng=random.Random(1))
-    await engine.close()
-
-
-@pytest.fixture
-async def hybrid(
-    make_engine: MakeEngine, model_folder: Callable[[str], Path]
-) -> AsyncIterator[Play]:
-    engine = make_engine(model_folder("qwen3_5"))
-    await engine.start()
-    reference = Reference(sharp_model("qwen3_5"), engine.info.mount_layers)
-    yield Play(engine=engine, reference=reference, rng=random.Random(2))
-    await engine.close()
 
 
 async def test_forks_and_rewinds_equal_a_flat_cold_run(play: Play, family: str) -> None:

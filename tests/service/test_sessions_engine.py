@@ -97,17 +97,18 @@ async def test_recorded_logprobs_equal_a_cold_engines(chat_folder: Path, seed: i
     await cold.close()
 
 
-async def test_a_leaf_is_cut_off_and_the_turn_rebuilt(chat_folder: Path) -> None:
+async def test_a_leaf_is_cut_off_and_nothing_is_computed_again(chat_folder: Path) -> None:
     engine = load(chat_folder)
     await engine.start()
     bench = Bench(engine=engine)
     end_of_text = next(iter(CHAT.stop_token_ids - {CHAT.tokenizer.im_end}))
     await bench.open(primitives=(), limits=Limits(max_turns=200))
     await bench.say()
-    leaf = None
+    leaf, before = None, engine.stats()
     for seed in range(150):
         # A very hot model soon samples the other stop id.
         sampling = SamplingOptions(max_tokens=40, temperature=50.0, seed=seed)
+        before = engine.stats()
         turn = await bench.sessions.turn(bench.call(), (), sampling=sampling)
         if turn.token_ids[-1] == end_of_text:
             leaf = turn
@@ -115,7 +116,14 @@ async def test_a_leaf_is_cut_off_and_the_turn_rebuilt(chat_folder: Path) -> None
         await bench.sessions.rewind(bench.call(), 1)
     assert leaf is not None
     await bench.say("root", "after")
+    computed = engine.stats().tokens_computed - before.tokens_computed
+    assert engine.stats().resident_cursors == before.resident_cursors + 4
     record = await bench.close()
+    appended = record.nodes[-5:]
+    assert [each.token_ids == (end_of_text,) for each in appended] == [0, 0, 1, 0, 0]
+    # All but the leaf and the last sampled token, which nothing has needed yet.
+    assert computed == sum(len(each.token_ids) for each in appended) - 1
+    assert sum(engine.stats().tokens_recomputed.values()) == 0
     (node,) = [n for n in record.nodes if n.token_ids == (end_of_text,)]
     following = next(n for n in record.nodes if n.node_id > node.node_id)
     assert following.parent == node.parent

@@ -91,6 +91,7 @@ async def test_another_stop_id_becomes_a_leaf_of_one_token() -> None:
     bench.engine.scripts += [ids("a", ENDOFTEXT), (ENDOFTEXT,), ids("b", IM_END)]
     turn = await bench.sessions.turn(bench.call(), USER)
     assert (turn.raw_text, turn.token_ids[-1], turn.finish_reason) == ("a", ENDOFTEXT, "stop")
+    assert bench.engine.stats().resident_cursors == 2, "the prompt and the turn that goes on"
     await bench.sessions.turn(bench.call(), TOOL)
     await bench.sessions.turn(bench.call(), TOOL)
     record = await bench.close()

@@ -206,6 +206,10 @@ class TransformersEngine:
             if not is_over:
                 await self._cancel(request)
 
+    async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
+        """Keep the residency of `turn` for `shorter`; see `Engine.hand_over`."""
+        await self._call(lambda _: self._store.hand_over(turn, shorter))
+
     async def release(self, cursors: Sequence[Cursor]) -> None:
         """Drop the residency of `cursors`; what a running request reads goes when it ends."""
         await self._call(lambda _: self._store.release(cursors))

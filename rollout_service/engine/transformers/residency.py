@@ -141,6 +141,23 @@ class ResidencyStore:
         for key in [key for key in self._evicted if key[1] in ids]:
             del self._evicted[key]
 
+    def hand_over(self, cursor: Cursor, shorter: Cursor) -> None:
+        """Hold for `shorter` what is held of `cursor`; neither is a root.
+
+        What covers more tokens than `shorter` has cannot be cut: it is evicted.
+        """
+        for key in [key for key in self._entries if key[1] == cursor.cursor_id]:
+            residency = self._entries[key]
+            if residency.num_tokens > len(shorter.token_ids):
+                self._evict(key)
+                continue
+            del self._entries[key]
+            residency.owners.discard(key)
+            self._own(key[0], shorter, residency)
+        for key in [key for key in self._evicted if key[1] == cursor.cursor_id]:
+            lost = min(self._evicted.pop(key), len(shorter.token_ids))
+            self._evicted[key[0], shorter.cursor_id] = lost
+
     def drop_version(self, version: int) -> None:
         """Forget everything computed under `version`."""
         for key in [key for key in self._entries if key[0] == version]:
