@@ -12,7 +12,7 @@ from harness_sdk.errors import ConfigError
 RUN = "run"
 """Name of the demo's run, and of its folder in `out`."""
 
-FULL_STEPS = 36
+FULL_STEPS = 40
 """RL steps after which the demo's targets must be met; a shorter run only has to run."""
 
 MODEL = Path(__file__).parent / "model"
@@ -36,7 +36,7 @@ class DemoConfig(BaseModel):
     """What the rollout service computes with."""
     group_size: int = Field(default=8, ge=2)
     """Episodes of one task that are compared."""
-    groups_per_step: int = Field(default=4, ge=1)
+    groups_per_step: int = Field(default=8, ge=1)
     """Groups of one RL step."""
     demonstrations_per_step: int = Field(default=16, ge=1)
     """Scripted episodes of one warm-up step."""
@@ -46,7 +46,7 @@ class DemoConfig(BaseModel):
     """Learning rate of RL; it falls to a tenth, for a policy that is right has little to learn."""
     rank: int = Field(default=8, ge=1)
     """Rank of the adapter; alpha is twice that."""
-    concurrency: int = Field(default=32, ge=1)
+    concurrency: int = Field(default=64, ge=1)
     """Episodes at a time."""
 
     @model_validator(mode="after")

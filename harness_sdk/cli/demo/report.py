@@ -112,7 +112,7 @@ def _episode(title: str, record: EpisodeRecord, decode: Decode, page: str) -> st
     versions = sorted({node.policy_version for node in record.nodes if any(node.sampled)})
     reward = "none" if record.reward is None else f"{record.reward:g}"
     texts = "\n".join(
-        f"<h3>{escape(thread_id)}</h3>\n<pre>{escape(text)}</pre>"
+        f"<h3>{escape(thread_id)}</h3>\n<pre>{escape(text, quote=False)}</pre>"
         for thread_id, text in transcript(record, decode)
     )
     return (
