@@ -88,6 +88,29 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     assert _processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
+def test_lost_service_ends_the_demo_with_its_name(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*DEMO, "--out", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        next(line for line in process.stdout if "warm-up" in line)
+        (rollout,) = [pid for pid, name in _processes_of(tmp_path) if name == "rollout_service"]
+        os.kill(rollout, signal.SIGKILL)
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert errors.startswith("octopus demo: the rollout service ended; got status -9")
+    assert "Traceback" not in errors
+    assert _processes_of(tmp_path) == []
+
+
 def test_vllm_is_refused_in_one_line() -> None:
     done = subprocess.run([*DEMO, "--engine", "vllm"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
