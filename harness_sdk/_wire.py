@@ -22,6 +22,7 @@ from harness_sdk.errors import (
     ProtocolError,
     ResourceExhausted,
     ServiceError,
+    StaleHead,
 )
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 
@@ -54,13 +55,19 @@ def error_to_detail(error: HarnessError) -> pb.ErrorDetail:
         kind=type(error).__name__,
         message=_short(error.message),
         retryable=error.retryable,
-        **{name: _short(text) for name, text in error.context().items()},
+        value=_short(error.value),
+        limit=_short(error.limit),
+        remedy=_short(error.remedy),
+        episode_id=_short(error.episode_id),
+        thread_id=_short(error.thread_id),
+        head=error.head if isinstance(error, StaleHead) else 0,
     )
 
 
 def error_from_detail(detail: pb.ErrorDetail) -> HarnessError:
     """The error that a service raised; one of an unknown kind becomes a `ServiceError`."""
     cls = ERRORS_BY_NAME.get(detail.kind, ServiceError)
+    known = {"head": detail.head} if issubclass(cls, StaleHead) else {}
     return cls(
         detail.message,
         value=detail.value,
@@ -68,6 +75,7 @@ def error_from_detail(detail: pb.ErrorDetail) -> HarnessError:
         remedy=detail.remedy,
         episode_id=detail.episode_id,
         thread_id=detail.thread_id,
+        **known,
     )
 
 

@@ -54,7 +54,7 @@ class HarnessError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.context()))
 
-    def context(self) -> dict[str, str]:
+    def context(self) -> dict[str, Any]:
         """The keyword arguments that rebuild this error beside its message."""
         return {
             "value": self.value,
@@ -161,9 +161,21 @@ class StepNotFound(EpisodeError, LookupError):
 
 
 class StaleHead(EpisodeError):
-    """Another writer moved the thread's head since the caller last saw it."""
+    """Another writer moved the thread's head since the caller last saw it.
+
+    Attributes:
+        head: The thread's head now; 0 where another call runs on the thread.
+    """
 
     status = "ABORTED"
+
+    def __init__(self, message: str, *, head: int = 0, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.head = head
+
+    def context(self) -> dict[str, Any]:
+        """The keyword arguments that rebuild this error beside its message."""
+        return {**super().context(), "head": self.head}
 
 
 class BudgetExhausted(EpisodeError):
@@ -184,7 +196,7 @@ class AdapterError(HarnessError):
     status = "DATA_LOSS"
 
 
-def _rebuild(cls: type[HarnessError], message: str, context: dict[str, str]) -> HarnessError:
+def _rebuild(cls: type[HarnessError], message: str, context: dict[str, Any]) -> HarnessError:
     return cls(message, **context)
 
 

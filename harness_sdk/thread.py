@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-import uuid
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -17,6 +17,8 @@ from collections.abc import (
 from typing import Any, TypeVar, cast
 
 from harness_sdk import _channel, _wire
+from harness_sdk._calls import Calls, Finish
+from harness_sdk._channel import Q, R
 from harness_sdk._session import Session
 from harness_sdk.errors import Cancelled, InvalidRequest, ProtocolError, ThreadEnded
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
@@ -48,6 +50,10 @@ class Thread:
     Its calls run one after another: a second one while the first still runs is refused. All of
     them raise `harness_sdk.errors` classes; `ClientClosed` once the episode is closed and
     `ThreadEnded` once the thread has ended.
+
+    A call that was given up (a timeout around it, say) may still have taken effect. The thread
+    learns so from its next call, which first takes over what the earlier one did: its turn, its
+    children (in `children`, run where `fork` was given `run`), its end.
     """
 
     def __init__(
@@ -84,8 +90,7 @@ class Thread:
         self.evidence = ""
         self._session = session
         self._threads = threads
-        self._head = head
-        self._running = ""
+        self._calls = Calls(session, thread_id, head)
         self._end = asyncio.Event()
         threads[thread_id] = self
 
@@ -151,24 +156,16 @@ class Thread:
             sampling=_wire.sampling_to_proto(sampling or self._session.sampling),
             demonstration=demonstration,
         )
-        token_ids: list[int] = []
-        logprobs: list[float] = []
         turn: Turn | None = None
-        with self._call("generate", request.call):
-            timeout_s = self._session.timeouts.generate_s
-            stream = self._session.stream(_channel.GENERATE, request, timeout_s)
-            async with contextlib.aclosing(stream) as events:
+        finish = functools.partial(_exhaust, functools.partial(self._turn_events, request))
+        with self._call("generate", request.call, finish):
+            async with contextlib.aclosing(self._turn_events(request)) as events:
                 async for event in events:
-                    if event.HasField("turn"):
-                        turn = _wire.turn_from_proto(event.turn, token_ids, logprobs)
-                        self._took(turn, event.turn.head)
+                    if isinstance(event, Turn):
+                        turn = event
                         break
-                    delta = _delta(event.delta)
-                    token_ids += delta.token_ids
-                    logprobs += delta.sampled_logprobs
-                    yield delta
-        if turn is None:
-            raise ProtocolError("generate ended without a turn", episode_id=self.episode_id)
+                    yield event
+        assert turn is not None, "the events end with the turn"
         yield turn
 
     async def fork(
@@ -189,32 +186,21 @@ class Thread:
         Raises:
             BudgetExhausted: Too many threads, too deep, or a budget does not allow it.
         """
+        branches = dict(branches)
         request = pb.ForkRequest(
             branches=[
                 pb.Branch(thread_id=name, prompt=prompt) for name, prompt in branches.items()
             ],
             tool_call_id=tool_call_id,
         )
-        with self._call("fork", request.call):
-            reply = await self._session.unary(_channel.FORK, request, self._session.timeouts.call_s)
+
+        async def send() -> dict[str, Thread]:
+            reply = await self._unary(_channel.FORK, request)
             self._moved(reply.head, reply.budget)
-        children = {
-            name: Thread(
-                self._session,
-                self._threads,
-                forked.thread_id,
-                forked.head,
-                parent=self,
-                name=name,
-                prompt=prompt,
-            )
-            for (name, prompt), forked in zip(branches.items(), reply.threads, strict=True)
-        }
-        self.children.update(children)
-        if run is not None:
-            for child in children.values():
-                child.spawn(run(child))
-        return children
+            return self._forked(branches, reply.threads, run)
+
+        with self._call("fork", request.call, send):
+            return await send()
 
     async def rewind(self, step: int, *, note: str = "") -> RewindResult:
         """Return to the state after `step`; 0 is the state before the first turn.
@@ -226,13 +212,19 @@ class Thread:
             StepNotFound: No such step on the surviving path.
         """
         request = pb.RewindRequest(step=_step("step", step), note=note)
-        with self._call("rewind", request.call):
-            reply = await self._session.unary(
-                _channel.REWIND, request, self._session.timeouts.call_s
-            )
+
+        async def send() -> pb.RewindReply:
+            reply = await self._unary(_channel.REWIND, request)
             self._moved(reply.head, reply.budget)
             self.step = reply.step
             self.num_rewinds += 1
+            return reply
+
+        async def finish() -> None:
+            await self._cancelled((await send()).cancelled_threads)
+
+        with self._call("rewind", request.call, finish):
+            reply = await send()
         await self._cancelled(reply.cancelled_threads)
         return _wire.rewind_result_from_proto(reply)
 
@@ -258,13 +250,15 @@ class Thread:
             last_step=_step("last step", last),
             tool_call_id=tool_call_id,
         )
-        with self._call("read_thread", request.call):
-            reply = await self._session.unary(
-                _channel.READ_THREAD, request, self._session.timeouts.call_s
-            )
+
+        async def send() -> ReadResult:
+            reply = await self._unary(_channel.READ_THREAD, request)
             self._moved(reply.head, reply.budget)
             self.num_reads += 1
-        return _wire.read_result_from_proto(reply, source)
+            return _wire.read_result_from_proto(reply, source)
+
+        with self._call("read_thread", request.call, send):
+            return await send()
 
     async def wait(
         self,
@@ -289,31 +283,21 @@ class Thread:
         )
         call_s = self._session.timeouts.call_s
         deadline_s = None if timeout_s is None or call_s is None else timeout_s + call_s
-        reply: pb.WaitReply | None = None
-        with self._call("wait", request.call):
-            stream = self._session.stream(_channel.WAIT, request, deadline_s)
-            async with contextlib.aclosing(stream) as events:
-                async for event in events:
-                    if event.HasField("reply"):
-                        reply = event.reply
-                        self._moved(reply.head, reply.budget)
-                        break
-                    if on_ended is not None:
-                        on_ended(_wire.branch_result_from_proto(event.ended))
-        if reply is None:
-            raise ProtocolError("wait ended without a reply", episode_id=self.episode_id)
-        results = [_wire.branch_result_from_proto(result) for result in reply.results]
-        for result in results:
-            self._mark_ended(result.thread_id, result.status, result.answer, result.evidence)
-        return results
+        finish = functools.partial(self._wait, request, deadline_s, None)
+        with self._call("wait", request.call, finish):
+            return await self._wait(request, deadline_s, on_ended)
 
     async def done(self, answer: str, evidence: str = "") -> None:
         """End the thread with its answer; the root's is the episode's."""
         request = pb.DoneRequest(answer=answer, evidence=evidence)
-        with self._call("done", request.call):
-            reply = await self._session.unary(_channel.DONE, request, self._session.timeouts.call_s)
-            self._head = reply.head
+
+        async def send() -> None:
+            reply = await self._unary(_channel.DONE, request)
+            self._calls.moved(reply.head)
             self._mark_ended(self.thread_id, ThreadStatus(reply.status), answer, evidence)
+
+        with self._call("done", request.call, send):
+            await send()
 
     async def cancel(self, reason: str = "") -> tuple[str, ...]:
         """End this thread and its descendants, their tasks too, whatever they are doing.
@@ -323,7 +307,7 @@ class Thread:
         """
         if self.ended:
             return ()
-        request = pb.CancelRequest(call=self._context(), reason=reason)
+        request = pb.CancelRequest(call=self._calls.address(), reason=reason)
         reply = await self._session.unary(_channel.CANCEL, request, self._session.timeouts.call_s)
         await self._cancelled(reply.cancelled_threads)
         return tuple(reply.cancelled_threads)
@@ -359,7 +343,9 @@ class Thread:
         return result
 
     @contextlib.contextmanager
-    def _call(self, action: str, context: pb.CallContext) -> Generator[None, None, None]:
+    def _call(
+        self, action: str, context: pb.CallContext, finish: Finish
+    ) -> Generator[None, None, None]:
         self._session.check_open()
         if self.ended:
             raise ThreadEnded(
@@ -369,35 +355,85 @@ class Thread:
                 episode_id=self.episode_id,
                 thread_id=self.thread_id,
             )
-        if self._running:
-            raise InvalidRequest(
-                f"no {action} while another call of the thread runs",
-                value=self._running,
-                remedy="await one call before the next, or fork",
-                episode_id=self.episode_id,
-                thread_id=self.thread_id,
-            )
-        context.CopyFrom(self._context())
-        self._running = action
-        try:
+        with self._calls.one(action, context, finish):
             yield
-        finally:
-            self._running = ""
 
-    def _context(self) -> pb.CallContext:
-        return pb.CallContext(
-            episode_id=self.episode_id,
-            thread_id=self.thread_id,
-            expected_head=self._head,
-            idempotency_key=uuid.uuid4().hex,
-        )
+    async def _unary(self, method: _channel.Method[Q, R], request: Q) -> R:
+        return await self._calls.unary(method, request, self._session.timeouts.call_s)
+
+    async def _turn_events(
+        self, request: pb.GenerateRequest
+    ) -> AsyncGenerator[TokenDelta | Turn, None]:
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        stream = self._calls.stream(_channel.GENERATE, request, self._session.timeouts.generate_s)
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                if event.HasField("turn"):
+                    turn = _wire.turn_from_proto(event.turn, token_ids, logprobs)
+                    self._took(turn, event.turn.head)
+                    yield turn
+                    return
+                delta = _delta(event.delta)
+                token_ids += delta.token_ids
+                logprobs += delta.sampled_logprobs
+                yield delta
+        raise ProtocolError("generate ended without a turn", episode_id=self.episode_id)
+
+    def _forked(
+        self,
+        branches: Mapping[str, str],
+        forked: Sequence[pb.ForkedThread],
+        run: Callable[[Thread], Coroutine[Any, Any, Any]] | None,
+    ) -> dict[str, Thread]:
+        children = {
+            name: Thread(
+                self._session,
+                self._threads,
+                each.thread_id,
+                each.head,
+                parent=self,
+                name=name,
+                prompt=prompt,
+            )
+            for (name, prompt), each in zip(branches.items(), forked, strict=True)
+        }
+        self.children.update(children)
+        if run is not None:
+            for child in children.values():
+                child.spawn(run(child))
+        return children
+
+    async def _wait(
+        self,
+        request: pb.WaitRequest,
+        deadline_s: float | None,
+        on_ended: Callable[[BranchResult], None] | None,
+    ) -> list[BranchResult]:
+        reply: pb.WaitReply | None = None
+        stream = self._calls.stream(_channel.WAIT, request, deadline_s)
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                if event.HasField("reply"):
+                    reply = event.reply
+                    self._moved(reply.head, reply.budget)
+                    break
+                if on_ended is not None:
+                    on_ended(_wire.branch_result_from_proto(event.ended))
+        if reply is None:
+            raise ProtocolError("wait ended without a reply", episode_id=self.episode_id)
+        results = [_wire.branch_result_from_proto(result) for result in reply.results]
+        for result in results:
+            self._mark_ended(result.thread_id, result.status, result.answer, result.evidence)
+        return results
 
     def _moved(self, head: int, budget: pb.Budget) -> None:
-        self._head = head
+        self._calls.moved(head)
         self.budget = _wire.budget_from_proto(budget)
 
     def _took(self, turn: Turn, head: int) -> None:
-        self._head, self.budget, self.step = head, turn.budget, turn.step
+        self._calls.moved(head)
+        self.budget, self.step = turn.budget, turn.step
         self.num_turns += 1
         self.num_sampled += len(turn.token_ids)
         if turn.thread_ended is not None:
@@ -430,6 +466,11 @@ def as_messages(messages: Messages) -> list[Message]:
         Message(role="user", content=message) if isinstance(message, str) else message
         for message in given
     ]
+
+
+async def _exhaust(events: Callable[[], AsyncGenerator[TokenDelta | Turn, None]]) -> None:
+    async for _ in events():
+        pass
 
 
 def _tools_json(tools: Tools | None) -> str:

@@ -240,7 +240,7 @@ class Episode:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.service.options.busy_grace_s):
                     await thread.idle.wait()
-        where = {"episode_id": self.episode_id, "thread_id": thread.thread_id}
+        where: dict[str, Any] = {"episode_id": self.episode_id, "thread_id": thread.thread_id}
         self._check_open()
         if thread.status.is_final:
             raise ThreadEnded(
@@ -263,6 +263,7 @@ class Episode:
                 value=f"expected head {call.expected_head}",
                 limit=f"head {thread.head_id}",
                 remedy="take the head from the last reply; one writer per thread",
+                head=thread.head_id,
                 **where,
             )
 

@@ -253,7 +253,7 @@ async def test_second_writer_with_a_stale_head_is_refused() -> None:
         root = episode.root
         await root.generate("hello")
         threads: dict[str, Thread] = {}
-        other = Thread(root._session, threads, "root", root._head)
+        other = Thread(root._session, threads, "root", root._calls.head)
         await root.generate("moves the head")
         with pytest.raises(StaleHead) as caught:
             await other.generate("too late")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import grpc
 import pytest
 
@@ -23,6 +25,13 @@ def test_every_error_survives_the_wire_whole(name: str) -> None:
     assert str(back) == str(error)
     assert back.context() == error.context()
     assert back.retryable == error.retryable
+
+
+def test_a_stale_head_tells_the_present_one() -> None:
+    error = errors.StaleHead("moved", head=7, thread_id="root")
+    back = _wire.error_from_status(*_wire.error_to_status(error))
+    assert isinstance(back, errors.StaleHead) and back.head == 7
+    assert pickle.loads(pickle.dumps(back)).head == 7
 
 
 @pytest.mark.parametrize("status", [s for s in grpc.StatusCode if s is not grpc.StatusCode.OK])

@@ -486,7 +486,7 @@ class StatusReply(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., run: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., open_episodes: _Optional[int] = ..., queued_episodes: _Optional[int] = ..., live_threads: _Optional[int] = ..., resident_cursors: _Optional[int] = ..., recurrent_slots: _Optional[int] = ..., tokens_resident: _Optional[int] = ..., tokens_capacity: _Optional[int] = ..., kv_use: _Optional[float] = ..., policy_versions: _Optional[_Iterable[int]] = ..., uptime_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("kind", "message", "retryable", "episode_id", "thread_id", "value", "limit", "remedy")
+    __slots__ = ("kind", "message", "retryable", "episode_id", "thread_id", "value", "limit", "remedy", "head")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +495,7 @@ class ErrorDetail(_message.Message):
     VALUE_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     kind: str
     message: str
     retryable: bool
@@ -503,4 +504,5 @@ class ErrorDetail(_message.Message):
     value: str
     limit: str
     remedy: str
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., episode_id: _Optional[str] = ..., thread_id: _Optional[str] = ..., value: _Optional[str] = ..., limit: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+    head: int
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., episode_id: _Optional[str] = ..., thread_id: _Optional[str] = ..., value: _Optional[str] = ..., limit: _Optional[str] = ..., remedy: _Optional[str] = ..., head: _Optional[int] = ...) -> None: ...
