@@ -102,15 +102,31 @@ class Call:
     """A repeated key returns the first call's reply; empty never repeats."""
 
 
-def resolve_limits(options: SessionOptions, asked: Limits) -> EpisodeLimits:
+def resolve_limits(options: SessionOptions, asked: Limits, max_positions: int) -> EpisodeLimits:
     """The asked limits over the service's defaults.
 
-    A reserve that was not asked for shrinks to a quarter of a small budget.
+    A budget that was not asked for is at most what the model can see, and a reserve that was not
+    asked for at most a quarter of the budget.
+
+    Args:
+        options: The service's defaults.
+        asked: Explicit limits; None takes the default.
+        max_positions: The model's.
 
     Raises:
         InvalidRequest: A limit that cannot work.
     """
-    budget = options.thread_budget if asked.thread_budget is None else asked.thread_budget
+    room = min(max_positions, options.max_visible_tokens or max_positions)
+    budget = asked.thread_budget
+    if budget is None:
+        budget = min(options.thread_budget, room)
+    elif budget > room:
+        raise InvalidRequest(
+            "thread_budget passes the model's positions or visible length",
+            value=budget,
+            limit=f"{room} tokens",
+            remedy="lower thread_budget, or leave it out to take what the model allows",
+        )
     reserve = asked.answer_reserve
     if reserve is None:
         reserve = min(options.answer_reserve, budget // _MAX_RESERVE_SHARE)

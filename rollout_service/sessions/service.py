@@ -115,7 +115,7 @@ class Sessions:
             InvalidRequest: The request cannot be served, or its id was used before.
         """
         version_policy = check_request(self.options, request)
-        limits = resolve_limits(self.options, request.limits)
+        limits = resolve_limits(self.options, request.limits, self._engine.info.max_positions)
         episode_id = request.episode_id or uuid.uuid4().hex
         repeated = await self._repeated_opening(episode_id, request.idempotency_key)
         if repeated is not None:
@@ -317,7 +317,7 @@ class Sessions:
             max_message_bytes=max_message_bytes,
             policy_versions=tuple(self._loaded_versions()),
             max_positions=engine.max_positions,
-            limits=resolve_limits(self.options, Limits()).to_limits(),
+            limits=resolve_limits(self.options, Limits(), engine.max_positions).to_limits(),
         )
 
     def status(self) -> ServerStatus:

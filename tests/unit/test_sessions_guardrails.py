@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness_sdk.errors import BudgetExhausted, HarnessError, InvalidRequest
 from harness_sdk.record import NodeKind
 from harness_sdk.types import Limits, Message, SamplingOptions, ThreadStatus
 from rollout_service.engine.dry import DRY_INFO
+from rollout_service.sessions import OpenRequest
 from rollout_service.sessions.options import SessionOptions, resolve_limits
 from tests.session_cases import CHAT, LOOK, Bench, ScriptedEngine, path_text, text, tool_call
 
@@ -15,8 +18,6 @@ OPENING = len(CHAT.generation_prompt)
 
 
 def small_model(max_positions: int) -> ScriptedEngine:
-    from dataclasses import replace
-
     return ScriptedEngine(info=replace(DRY_INFO, max_positions=max_positions))
 
 
@@ -159,7 +160,7 @@ async def test_the_models_positions_limit_turns_forks_and_reads() -> None:
     for _ in range(2):
         await bench.say("a", LOOK, "x" * 60)
     with pytest.raises(BudgetExhausted, match=r"pass the model's positions.*400 positions"):
-        await bench.say("a", LOOK, "x" * 300)
+        await bench.say("a", LOOK, "x" * 140)
     await bench.say("b", LOOK)
     await bench.say("b", LOOK, "x" * 60)
     head = episode.thread("b").head_id
@@ -171,11 +172,14 @@ async def test_the_models_positions_limit_turns_forks_and_reads() -> None:
 async def test_positions_end_a_model_driven_thread() -> None:
     bench = Bench(engine=small_model(200))
     assert isinstance(bench.engine, ScriptedEngine)
-    await bench.open()
+    episode = await bench.open()
+    await bench.say()
+    await bench.fork("a")
     bench.engine.scripts.append(CHAT.reply("y" * 500)[:-1])
-    turn = await bench.sessions.turn(bench.call(), [Message(role="user", content="go")])
+    turn = await bench.sessions.turn(bench.call("a"))
     assert turn.thread_ended is ThreadStatus.BUDGET
-    assert turn.budget.tokens_used == 200
+    head = episode.thread("a").head
+    assert head is not None and head.next_position == 200 > turn.budget.tokens_used
 
 
 async def test_the_roster_is_appended_after_a_peer_step_and_names_each_once() -> None:
@@ -234,16 +238,56 @@ async def test_a_demonstration_past_the_budget_is_refused() -> None:
         (Limits(max_turns=0), "max_turns is too small"),
         (Limits(max_depth=-1), "max_depth is too small"),
         (Limits(thread_budget=0), "leaves nothing"),
+        (Limits(thread_budget=50_001), "positions or visible length; got 50001; allowed: 50000"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(asked: Limits, match: str) -> None:
     with pytest.raises(InvalidRequest, match=match):
-        resolve_limits(SessionOptions(), asked)
+        resolve_limits(SessionOptions(), asked, 50_000)
 
 
-def test_a_small_budget_shrinks_a_default_reserve() -> None:
-    assert resolve_limits(SessionOptions(), Limits(thread_budget=2048)).answer_reserve == 512
-    assert resolve_limits(SessionOptions(), Limits()).answer_reserve == 2048
+@pytest.mark.parametrize(
+    ("asked", "max_positions", "max_visible_tokens", "budget_and_reserve"),
+    [
+        (Limits(), 50_000, None, (32_768, 2_048)),
+        (Limits(thread_budget=2048), 50_000, None, (2048, 512)),
+        (Limits(), 2048, None, (2048, 512)),
+        (Limits(), 50_000, 1000, (1000, 250)),
+        (Limits(answer_reserve=100), 2048, None, (2048, 100)),
+        (Limits(thread_budget=2048), 2048, None, (2048, 512)),
+    ],
+)
+def test_default_limits_fit_the_model(
+    asked: Limits,
+    max_positions: int,
+    max_visible_tokens: int | None,
+    budget_and_reserve: tuple[int, int],
+) -> None:
+    options = SessionOptions(max_visible_tokens=max_visible_tokens)
+    limits = resolve_limits(options, asked, max_positions)
+    assert (limits.thread_budget, limits.answer_reserve) == budget_and_reserve
+
+
+async def test_a_model_of_2048_positions_runs_ordinary_turns_by_default() -> None:
+    bench = Bench(small_model(2048))
+    assert isinstance(bench.engine, ScriptedEngine)
+    episode = await bench.open()
+    assert bench.sessions.info(1).limits.thread_budget == 2048
+    reserve_reached = False
+    while not reserve_reached:
+        bench.engine.scripts.append(CHAT.reply(LOOK))
+        role = "user" if episode.root.head is None else "tool"
+        turn = await bench.sessions.turn(bench.call(), [Message(role=role, content="x " * 30)])
+        assert turn.finish_reason == "stop" and turn.thread_ended is None
+        reserve_reached = turn.budget.reserve_reached
+    assert episode.root.num_turns > 10
+    assert path_text(episode).count("[budget] only done") <= 1
+    bench.engine.scripts.append(CHAT.reply(tool_call("done", answer="x" * 200)))
+    turn = await bench.sessions.turn(bench.call(), [Message(role="tool", content="x")])
+    assert turn.finish_reason == "stop" and turn.tool_calls[0].name == "done"
+    assert path_text(episode).count("[budget] only done") == 1
+    with pytest.raises(InvalidRequest, match="got 2049; allowed: 2048 tokens; lower"):
+        await bench.sessions.open(OpenRequest(limits=Limits(thread_budget=2049)))
 
 
 async def test_every_refusal_leaves_the_episode_usable() -> None:
