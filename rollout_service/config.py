@@ -90,6 +90,10 @@ class LimitOptions(Options):
     """Model turns of a thread."""
     admission_kv_use: float = Field(default=0.75, gt=0, le=1)
     """New episodes wait while more of the pool than this is taken."""
+    max_visible_tokens: int | None = Field(default=None, ge=1)
+    """Path and mounts of a thread together; unset is the model's positions."""
+    allow_truncated_sampling: bool = False
+    """Accept top_p and top_k, for evaluation alone: what they sample cannot be trained on."""
 
 
 class RedisOptions(Options):

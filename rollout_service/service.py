@@ -226,14 +226,7 @@ def _pem(path: Path) -> bytes:
 
 
 def _session_options(config: RolloutConfig) -> SessionOptions:
-    limits = config.limits
+    # Each limit has the same name on both sides, so a new one cannot be forgotten here.
     return SessionOptions(
-        run=config.run,
-        replica_id=config.replica_id,
-        thread_budget=limits.thread_budget,
-        answer_reserve=limits.answer_reserve,
-        max_threads=limits.max_threads,
-        max_depth=limits.max_depth,
-        max_turns=limits.max_turns,
-        admission_kv_use=limits.admission_kv_use,
+        run=config.run, replica_id=config.replica_id, **config.limits.model_dump()
     )

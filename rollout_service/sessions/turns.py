@@ -364,5 +364,6 @@ def _check_sampling(episode: Episode, sampling: SamplingOptions) -> None:
             "top_p and top_k cannot be trained on: their mask is not recorded",
             value=f"top_p={sampling.top_p}, top_k={sampling.top_k}",
             limit="top_p=1, top_k=0",
-            remedy="leave them out, or let the service allow truncated sampling for evaluation",
+            remedy="leave them out; for evaluation alone, serve with "
+            "--limits.allow-truncated-sampling true",
         )

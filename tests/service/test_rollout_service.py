@@ -20,7 +20,7 @@ from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
 from harness_sdk.cli.settings import validate_config
 from harness_sdk.client import OctopusClient
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
-from harness_sdk.errors import ConfigError
+from harness_sdk.errors import ConfigError, InvalidRequest
 from harness_sdk.types import SamplingOptions
 from rollout_service.bus import read_bus_state
 from rollout_service.config import RolloutConfig
@@ -118,6 +118,28 @@ async def test_version_goes_live_under_a_running_episode(
             assert (await client.status()).policy_versions == (0, 2, 3)
         applying.cancel()
     assert not (await _state_until(mqtt_url, lambda state: not state.alive)).versions
+
+
+async def test_limits_of_the_configuration_are_those_of_its_episodes(
+    settings: dict[str, Any],
+) -> None:
+    settings["limits"] = {"max_visible_tokens": 300, "allow_truncated_sampling": True}
+    truncated = SamplingOptions(max_tokens=3, top_p=0.5)
+    async with (
+        RolloutService(validate_config(RolloutConfig, settings)) as service,
+        OctopusClient.connect(service.address) as client,
+        client.episode(primitives=()) as episode,
+    ):
+        assert client.info.limits.thread_budget == 300
+        assert (await episode.root.generate("a", sampling=truncated)).token_ids
+    settings["limits"] = {}
+    async with (
+        RolloutService(validate_config(RolloutConfig, settings)) as service,
+        OctopusClient.connect(service.address) as client,
+        client.episode(primitives=()) as episode,
+    ):
+        with pytest.raises(InvalidRequest, match=r"--limits\.allow-truncated-sampling"):
+            await episode.root.generate("a", sampling=truncated)
 
 
 async def test_port_that_is_taken_is_a_configuration_error(settings: dict[str, Any]) -> None:
