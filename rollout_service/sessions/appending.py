@@ -78,7 +78,8 @@ async def flush(episode: Episode, thread: Thread) -> None:
     notes = list(thread.pending)
     token_ids = (*thread.due, *await render(episode, [note.message for note in notes]))
     episode.guardrails.check_cost(thread, len(token_ids))
-    cursor = await extend(episode, thread.head, token_ids, thread.mounts, thread.policy_version)
+    version = episode.current_version(thread)
+    cursor = await extend(episode, thread.head, token_ids, thread.mounts, version)
     step = thread.steps[-1]
     episode.add_node(thread, step, cursor, kind_of(notes))
     step.took(notes)

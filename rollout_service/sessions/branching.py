@@ -262,7 +262,7 @@ async def _mount(episode: Episode, thread: Thread, span: ReadSpan, stub: Note) -
     guard.check_mount(thread, span.new, cost)
     await flush(episode, thread)
     mounts = (*thread.mounts, *span.new)
-    version = thread.policy_version
+    version = episode.current_version(thread)
     cursor = await extend(episode, thread.head, (*thread.due, *tokens), mounts, version)
     step = thread.steps[-1]
     episode.add_node(thread, step, cursor, NodeKind.STUB)

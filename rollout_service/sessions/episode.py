@@ -143,18 +143,25 @@ class Episode:
         thread.head_id = next(self._head_ids)
         return thread.head_id
 
-    def version_for_turn(self, thread: Thread) -> int:
-        """The policy version that the thread's next turn runs under."""
+    def current_version(self, thread: Thread) -> int:
+        """The policy version that the thread computes under from now on."""
         if self.version_policy == "refresh":
             thread.policy_version = self.service.newest_version()
         return thread.policy_version
 
     def versions_in_use(self) -> set[int]:
-        """Versions that its next calls may compute under."""
+        """Versions that must stay loaded for it.
+
+        With `refresh` those are the ones that calls compute under now: whatever a thread does
+        next, it does under the newest version.
+        """
         if self.version_policy == "keep":
             return {self.policy_version}
-        live = (thread for thread in self.threads.values() if not thread.status.is_final)
-        return {thread.policy_version for thread in live}
+        return {
+            thread.policy_version
+            for thread in self.threads.values()
+            if thread.busy and thread.status is not ThreadStatus.WAITING
+        }
 
     async def run(self, call: Call, action: str, operation: Callable[[Thread], Awaitable[T]]) -> T:
         """Run `operation` alone on the call's thread, once per idempotency key.

@@ -69,7 +69,7 @@ async def take_turn(
     _check_sampling(episode, request.sampling)
     episode.guardrails.check_turn(thread)
     plan = await _plan(episode, thread, request)
-    version = episode.version_for_turn(thread)
+    version = episode.current_version(thread)
     fresh: list[Cursor] = []
     try:
         parent = thread.head

@@ -16,11 +16,11 @@ from harness_sdk.errors import (
     ThreadNotFound,
 )
 from harness_sdk.record import NodeKind
-from harness_sdk.types import Message, SamplingOptions, TokenDelta
+from harness_sdk.types import Message, SamplingOptions, ThreadStatus, TokenDelta
 from rollout_service.cursors import Cursor
 from rollout_service.sessions.replies import TurnReply
 from rollout_service.sessions.turns import TurnRequest, take_turn
-from tests.session_cases import CHAT, Bench, ScriptedEngine, path_text, text, tool_call
+from tests.session_cases import CHAT, LOOK, Bench, ScriptedEngine, path_text, text, tool_call
 
 IM_END = CHAT.tokenizer.im_end
 ENDOFTEXT = next(iter(CHAT.stop_token_ids - {IM_END}))
@@ -361,6 +361,42 @@ async def test_refresh_takes_the_newest_version_and_keep_the_first() -> None:
         bench.version = 1
         turn = await bench.say()
         assert turn.policy_version == expected
-        assert bench.sessions.versions_in_use() == {expected}
+        assert bench.sessions.versions_in_use() == ({0} if policy == "keep" else set())
         record = await bench.close()
         assert [node.policy_version for node in record.nodes] == [0, 0, expected, expected]
+
+
+async def test_a_refreshing_episode_holds_a_version_only_while_it_computes() -> None:
+    bench = Bench()
+    engine = bench.engine
+    assert isinstance(engine, ScriptedEngine)
+    for version in (1, 2):
+        await engine.load_adapter(version, "")
+    bench.version = 1
+    episode = await bench.open(version_policy="refresh")
+    engine.gate = asyncio.Event()
+    engine.scripts.append(CHAT.reply(LOOK))
+    turn = asyncio.ensure_future(bench.sessions.turn(bench.call(), USER))
+    await engine.sampling.wait()
+    bench.version = 2
+    assert bench.sessions.versions_in_use() == {1}
+    engine.gate.set()
+    assert (await turn).policy_version == 1
+    assert bench.sessions.versions_in_use() == set()
+    await bench.fork("a", "b")
+    waiting = asyncio.ensure_future(bench.wait("a", timeout_s=0.1))
+    await asyncio.sleep(0.01)
+    assert episode.root.status is ThreadStatus.WAITING
+    assert bench.sessions.versions_in_use() == set()
+    await engine.unload_adapter(1)
+    for name in ("b", "a"):
+        await bench.say(name)
+        await bench.say(name)
+    await bench.sessions.read_thread(bench.call("a"), "b", 1, 1)
+    await bench.sessions.done(bench.call("a"), "x")
+    await waiting
+    # Its note is appended by the read, under a version that is still there.
+    await bench.sessions.read_thread(bench.call(), "b", 1, 1)
+    assert (await bench.say()).policy_version == 2
+    record = await bench.close()
+    assert [node.policy_version for node in record.nodes] == [1, 1] + [2] * (len(record.nodes) - 2)
