@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from harness_sdk import control
+from harness_sdk._cancellation import cancellable, end
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.records_file import read_records, write_records
@@ -119,8 +120,7 @@ class EpisodeStream:
             logger.error("Redis did not take %d episodes in time", len(self._buffer))
         self._closed = True
         if self._sender is not None:
-            self._sender.cancel()
-            await asyncio.gather(self._sender, return_exceptions=True)
+            await end(self._sender)
         if self._spill_path is not None:
             await asyncio.to_thread(_spill, self._spill_path, [p.record for p in self._buffer])
         async with self._changed:
@@ -174,7 +174,7 @@ class EpisodeStream:
             Unavailable: Redis cannot be reached.
         """
         try:
-            await self._fetch_adapter(version, folder, max_bytes)
+            await cancellable(self._fetch_adapter(version, folder, max_bytes))
         except (RedisError, OSError) as error:
             raise Unavailable("cannot fetch the adapter from Redis", value=error) from error
 
@@ -243,7 +243,8 @@ class EpisodeStream:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                entry_id = await self._client.xadd(self._key, {control.RECORD_FIELD: data})
+                adding = self._client.xadd(self._key, {control.RECORD_FIELD: data})
+                entry_id: bytes = await cancellable(adding)
                 return entry_id.decode()
             except (RedisError, OSError) as error:
                 self.num_retries += 1
@@ -256,7 +257,7 @@ class EpisodeStream:
 
     async def _try_trim(self) -> None:
         try:
-            await self.trim()
+            await cancellable(self.trim())
         except (RedisError, OSError) as error:
             logger.warning("cannot trim the episode stream: %s", error)
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness_sdk._cancellation import end
 from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 from harness_sdk.types import StopReason
@@ -263,9 +264,8 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
             await asyncio.wait({task}, timeout=GRACE_S)
         return task.result() if task.done() else None
     finally:
-        task.cancel()
         stopped.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+        await end(task)
 
 
 def parse_record(data: bytes) -> EpisodeRecord:

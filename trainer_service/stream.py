@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
 
 from harness_sdk import control
+from harness_sdk._cancellation import cancellable
 from harness_sdk.errors import ProtocolError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 
@@ -70,7 +71,7 @@ class RedisLink:
         delay_s = 0.05
         while True:
             try:
-                return await operation()
+                return await cancellable(operation())
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 self.reconnects += 1
                 if time.monotonic() > give_up:

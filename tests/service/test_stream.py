@@ -167,6 +167,30 @@ async def test_stream_that_closes_without_redis_sends_at_the_next_start(
     assert not spill.exists()
 
 
+async def test_stream_closes_though_a_send_swallows_its_cancellation(
+    server: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = EpisodeStream(server.url, RUN, spill_path=tmp_path / "unsent.records")
+    await stream.start()
+    add, adding = stream._client.xadd, asyncio.Event()
+
+    async def swallowing_add(*args: Any) -> Any:
+        adding.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return await add(*args)
+
+    monkeypatch.setattr(stream._client, "xadd", swallowing_add)
+    write = asyncio.create_task(stream.write(_record(7)))
+    await adding.wait()
+    async with asyncio.timeout(5):
+        await stream.close(grace_s=0)
+    with pytest.raises(Unavailable):
+        await write
+    assert (tmp_path / "unsent.records").exists(), "sent twice rather than never"
+
+
 async def test_adapter_chunks_are_written_to_the_folder(
     server: ValkeyServer, tmp_path: Path
 ) -> None:

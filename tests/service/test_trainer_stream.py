@@ -214,6 +214,25 @@ async def test_reply_lost_with_its_connection_is_delivered_after_all(link: Redis
     assert await _read(stream) == ["b"]
 
 
+async def test_reader_that_swallows_its_cancellation_stops(link: RedisLink) -> None:
+    async def swallowing() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return
+
+    async def read() -> None:
+        while True:
+            await link.call(swallowing)
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    reading.cancel()
+    async with asyncio.timeout(5):
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
 async def test_server_that_stays_away_is_reported_with_its_remedy(server: ValkeyServer) -> None:
     await server.stop()
     link = RedisLink(server.url, patience_s=0.2)

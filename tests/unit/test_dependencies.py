@@ -16,6 +16,7 @@ CONTRACTS = (
     "harness_sdk.records_file",
     "harness_sdk.control",
     "harness_sdk._wire",
+    "harness_sdk._cancellation",
 )
 OURS = ("harness_sdk", "rollout_service", "trainer_service", "tree_kernels")
 ALLOWED = {
