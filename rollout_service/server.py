@@ -24,6 +24,7 @@ from harness_sdk.errors import (
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1 import rollout_pb2_grpc
 from harness_sdk.types import BranchResult, Message, SamplingOptions, TokenDelta
+from rollout_service.background import Background
 from rollout_service.sessions import Call, OpenRequest, Sessions
 from rollout_service.sessions.replies import Queued
 
@@ -51,14 +52,14 @@ class RunningServer:
         """host:port that it is bound to."""
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Close every episode, let running calls end, then cancel them; `grace_s` s for each."""
+        """Close every episode, let running calls end, clear away: `grace_s` seconds for each."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._sessions.shutdown()
         except TimeoutError:
             logger.error("the records of some episodes are still being written")
         await self._server.stop(grace_s)
-        await self._servicer.settle()
+        await self._servicer.settle(grace_s)
 
     async def wait(self) -> None:
         """Suspend until the server has stopped."""
@@ -162,12 +163,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     def __init__(self, sessions: Sessions, max_message_bytes: int) -> None:
         self._sessions = sessions
         self._max_message_bytes = max_message_bytes
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._losing = Background()
 
-    async def settle(self) -> None:
-        """Wait until what lost clients left behind is cleared away."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until what lost clients left behind is cleared away, for at most `timeout_s` s."""
+        await self._losing.settle(timeout_s)
 
     @_unary
     async def Connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
@@ -318,9 +318,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
     def _lose(self, episode_id: str, holder: int) -> None:
         # A task of its own: the handler that notices is being cancelled.
-        task = asyncio.ensure_future(self._sessions.lost(episode_id, holder))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._losing.begin(self._sessions.lost(episode_id, holder))
 
 
 class _BearerAuth(grpc.aio.ServerInterceptor):

@@ -72,6 +72,7 @@ class EpisodeStream:
         self._sender: asyncio.Task[None] | None = None
         self._draining = False
         self._closed = False
+        self._num_entering = 0
         self.buffered_bytes = 0
         self.num_sent = 0
         self.num_retries = 0
@@ -99,9 +100,8 @@ class EpisodeStream:
         except (RedisError, OSError) as error:
             logger.warning("Redis is away (%s); episodes wait in memory", error)
         if self._spill_path is not None and self._spill_path.exists():
-            for record in await asyncio.to_thread(lambda path: [*read_records(path)],
-                                                  self._spill_path):  # fmt: skip
-                self._push(_Pending(record, record_to_bytes(record)))
+            for record, data in await asyncio.to_thread(_unsent, self._spill_path):
+                self._push(_Pending(record, data))
             logger.info("sending %d episodes that the last run left", len(self._buffer))
         self._sender = asyncio.create_task(self._send_all())
 
@@ -115,10 +115,13 @@ class EpisodeStream:
             self._changed.notify_all()
         try:
             async with asyncio.timeout(grace_s), self._changed:
-                await self._changed.wait_for(lambda: not self._buffer)
+                await self._changed.wait_for(lambda: not (self._buffer or self._num_entering))
         except TimeoutError:
             logger.error("Redis did not take %d episodes in time", len(self._buffer))
-        self._closed = True
+        async with self._changed:
+            # What still becomes bytes is soon in the buffer: nothing waits for room any more.
+            await self._changed.wait_for(lambda: not self._num_entering)
+            self._closed = True
         if self._sender is not None:
             await end(self._sender)
         if self._spill_path is not None:
@@ -141,7 +144,7 @@ class EpisodeStream:
         Raises:
             Unavailable: The stream was closed first.
         """
-        task = asyncio.create_task(self._write(_Pending(record, record_to_bytes(record))))
+        task = asyncio.create_task(self._write(record))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
@@ -192,26 +195,35 @@ class EpisodeStream:
                 remedy="raise adapters.max_bytes or lower the rank",
             )
         written = 0
-        with (folder / control.ADAPTER_FILE).open("wb") as file:
-            for index in range(int(meta[b"num_chunks"])):
-                chunk_key = control.adapter_chunk_key(self._run, version, index)
-                chunk = await self._client.get(chunk_key)
-                if chunk is None or written + len(chunk) > size:
-                    raise AdapterError(f"adapter {version} is not whole in Redis", value=chunk_key)
-                written += await asyncio.to_thread(file.write, chunk)
+        path = folder / control.ADAPTER_FILE
+        await asyncio.to_thread(path.write_bytes, b"")
+        for index in range(int(meta[b"num_chunks"])):
+            chunk_key = control.adapter_chunk_key(self._run, version, index)
+            chunk = await self._client.get(chunk_key)
+            if chunk is None or written + len(chunk) > size:
+                raise AdapterError(f"adapter {version} is not whole in Redis", value=chunk_key)
+            written += await asyncio.to_thread(_append, path, chunk)
         if written != size:
             raise AdapterError(
                 f"adapter {version} is not whole in Redis", value=written, limit=f"{size} bytes"
             )
-        (folder / control.ADAPTER_CONFIG_FILE).write_bytes(meta[b"config"])
+        config_path = folder / control.ADAPTER_CONFIG_FILE
+        await asyncio.to_thread(config_path.write_bytes, meta[b"config"])
 
-    async def _write(self, pending: _Pending) -> str:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._draining or self._fits(len(pending.data)))
-            if self._closed:
-                raise _closed()
-            self._push(pending)
-            self._changed.notify_all()
+    async def _write(self, record: EpisodeRecord) -> str:
+        if self._closed:
+            raise _closed()
+        self._num_entering += 1
+        try:
+            data = await asyncio.to_thread(record_to_bytes, record)
+            pending = _Pending(record, data)
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._draining or self._fits(len(data)))
+                self._push(pending)
+        finally:
+            self._num_entering -= 1
+            async with self._changed:
+                self._changed.notify_all()
         return await pending.entry_id
 
     def _fits(self, size: int) -> bool:
@@ -360,6 +372,15 @@ def _away(error: Exception) -> Unavailable:
 
 def _closed() -> Unavailable:
     return Unavailable("the episode stream is closed", remedy="open the episode on a live replica")
+
+
+def _unsent(path: Path) -> list[tuple[EpisodeRecord, bytes]]:
+    return [(record, record_to_bytes(record)) for record in read_records(path)]
+
+
+def _append(path: Path, data: bytes) -> int:
+    with path.open("ab") as file:
+        return file.write(data)
 
 
 def _spill(path: Path, records: list[EpisodeRecord]) -> None:

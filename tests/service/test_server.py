@@ -28,6 +28,7 @@ from harness_sdk.errors import (
     ThreadEnded,
     ThreadNotFound,
 )
+from harness_sdk.record import EpisodeRecord
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from rollout_service.engine.dry import DRY_INFO
 from rollout_service.engine.transformers import TransformersEngine
@@ -369,6 +370,28 @@ async def test_a_stop_closes_the_episodes_and_their_streams() -> None:
         assert (await episode.stream.read()).closed.stop_reason == "cancelled"
         assert running.sink.records[0].stop_reason == "cancelled"
         assert engine.stats().resident_cursors == 0
+
+
+async def test_a_stop_is_bounded_while_no_record_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_write = asyncio.Event()
+    async with served(ScriptedEngine()) as running:
+        write = running.sink.write
+
+        async def stuck_write(record: EpisodeRecord) -> str:
+            await may_write.wait()
+            return await write(record)
+
+        monkeypatch.setattr(running.sink, "write", stuck_write)
+        for name in "abc":
+            await running.open(episode_id=name)
+        async with asyncio.timeout(3):
+            await running.server.stop(0.2)
+        assert not running.sink.records
+        may_write.set()
+        await running.sessions.shutdown()
+        assert {record.episode_id for record in running.sink.records} == set("abc")
 
 
 async def test_cost_on_the_wire_is_that_of_the_new_tokens(dry: Served) -> None:

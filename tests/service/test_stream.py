@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import redis.asyncio
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
-from harness_sdk.record import EpisodeRecord, Node, NodeKind, record_from_bytes
+from harness_sdk.record import EpisodeRecord, Node, NodeKind, record_from_bytes, record_to_bytes
 from rollout_service.stream import EpisodeStream, read_server_settings, read_stream_state
 
 RUN = "test"
@@ -165,6 +166,30 @@ async def test_stream_that_closes_without_redis_sends_at_the_next_start(
         pass
     assert [episode for _, episode in await _episodes(server.url)] == ["episode-7"]
     assert not spill.exists()
+
+
+async def test_record_that_still_becomes_bytes_is_not_lost_by_a_close(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding, may_encode, loop_thread = threading.Event(), threading.Event(), threading.get_ident()
+
+    def slow_encode(record: EpisodeRecord) -> bytes:
+        assert threading.get_ident() != loop_thread, "encoded off the loop"
+        encoding.set()
+        assert may_encode.wait(5)
+        return record_to_bytes(record)
+
+    monkeypatch.setattr("rollout_service.stream.record_to_bytes", slow_encode)
+    stream = EpisodeStream(server.url, RUN)
+    await stream.start()
+    write = asyncio.create_task(stream.write(_record(7)))
+    await asyncio.to_thread(encoding.wait, 5)
+    closing = asyncio.create_task(stream.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    may_encode.set()
+    await closing
+    assert await _episodes(server.url) == [(await write, "episode-7")]
 
 
 async def test_stream_closes_though_a_send_swallows_its_cancellation(
