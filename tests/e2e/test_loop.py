@@ -19,9 +19,9 @@ from harness_sdk.permits import redis_permits
 from harness_sdk.record import EpisodeRecord, NodeKind, record_from_bytes
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
+from tests.chat_tokenizers import save_chat_tokenizer
 from tests.engine_cases import sharp_model
 from tests.tiny_models import FAMILIES
-from tests.tiny_tokenizer import save_tiny_tokenizer
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics
@@ -68,7 +68,7 @@ async def _world(folder: Path, family: str) -> AsyncIterator[_World]:
     model = folder / "model"
     # Nearly uniform models would agree whatever they saw.
     (await asyncio.to_thread(sharp_model, family)).save_pretrained(model)
-    save_tiny_tokenizer(model)
+    save_chat_tokenizer(model)
     async with contextlib.AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_valkey(folder / "valkey"))
         mqtt_url = await stack.enter_async_context(embedded_broker())

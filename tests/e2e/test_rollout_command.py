@@ -24,15 +24,15 @@ from harness_sdk.errors import AuthError, EpisodeNotFound, ServiceError
 from harness_sdk.record import record_from_bytes
 from harness_sdk.types import SamplingOptions
 from rollout_service.bus import read_bus_state
+from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import save_tiny_model
-from tests.tiny_tokenizer import save_tiny_tokenizer
 
 ROLLOUT = [sys.executable, "-m", "rollout_service"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5"))
+    return save_chat_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5"))
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from rollout_service.bus import read_bus_state
 from rollout_service.config import RolloutConfig
 from rollout_service.engine.transformers.model import model_hash
 from rollout_service.service import RolloutService
+from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import LORA_TARGETS, save_tiny_model
-from tests.tiny_tokenizer import save_tiny_tokenizer
 
 # peft 0.21 reads the name that transformers 5.24 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -37,7 +37,7 @@ SAMPLING = SamplingOptions(max_tokens=3, seed=1)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5"))
+    return save_chat_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5"))
 
 
 @pytest.fixture
