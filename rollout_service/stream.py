@@ -99,10 +99,12 @@ class EpisodeStream:
             ) from error
         except (RedisError, OSError) as error:
             logger.warning("Redis is away (%s); episodes wait in memory", error)
-        if self._spill_path is not None and self._spill_path.exists():
-            for record, data in await asyncio.to_thread(_unsent, self._spill_path):
+        if self._spill_path is not None:
+            unsent = await asyncio.to_thread(_unsent, self._spill_path)
+            for record, data in unsent:
                 self._push(_Pending(record, data))
-            logger.info("sending %d episodes that the last run left", len(self._buffer))
+            if unsent:
+                logger.info("sending %d episodes that the last run left", len(unsent))
         self._sender = asyncio.create_task(self._send_all())
 
     async def close(self, grace_s: float = 10.0) -> None:
@@ -375,6 +377,8 @@ def _closed() -> Unavailable:
 
 
 def _unsent(path: Path) -> list[tuple[EpisodeRecord, bytes]]:
+    if not path.exists():
+        return []
     return [(record, record_to_bytes(record)) for record in read_records(path)]
 
 
