@@ -153,7 +153,8 @@ def test_gallery_picks_an_early_failure_and_a_late_success() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     records = [replace(record, episode_id=f"e{i}", reward=y) for i, y in enumerate(rewards)]
     cancelled = replace(record, episode_id="c", reward=None, stop_reason="cancelled")
-    gallery = _gallery(cancelled, *records, cancelled)
+    # More cut short at the end of the run than the gallery keeps.
+    gallery = _gallery(cancelled, *records, *[cancelled] * 100)
     early, late = gallery.early(), gallery.late()
     assert early is not None and late is not None
     assert (early.episode_id, late.episode_id) == ("e1", "e4")

@@ -21,8 +21,8 @@ class Gallery:
     """The first and the last episodes of a phase."""
 
     def __init__(self) -> None:
-        self._first: list[bytes] = []
-        self._last: deque[bytes] = deque(maxlen=_KEPT)
+        self._first: list[EpisodeRecord] = []
+        self._last: deque[EpisodeRecord] = deque(maxlen=_KEPT)
 
     @contextlib.asynccontextmanager
     async def collect(self, redis_url: str, run: str) -> AsyncIterator[None]:
@@ -38,10 +38,16 @@ class Gallery:
                 await asyncio.gather(task, return_exceptions=True)
 
     def keep(self, data: bytes) -> None:
-        """Take a record's bytes in the order in which the episodes ended."""
+        """Take a record's bytes in the order in which the episodes ended.
+
+        Those that the end of the run cut short are left out.
+        """
+        record = record_from_bytes(data)
+        if StopReason(record.stop_reason).is_infrastructure:
+            return
         if len(self._first) < _KEPT:
-            self._first.append(data)
-        self._last.append(data)
+            self._first.append(record)
+        self._last.append(record)
 
     def early(self) -> EpisodeRecord | None:
         """An early episode that failed, one that forked where there is one."""
@@ -52,7 +58,8 @@ class Gallery:
         return _pick(reversed(self._last), reward=1.0)
 
     async def _read(self, client: Any, key: str) -> None:
-        last = "$"
+        newest = await client.xrevrange(key, count=1)
+        last = newest[0][0] if newest else "0"
         while True:
             for _, entries in await client.xread({key: last}, block=_BLOCK_MS) or ():
                 for entry_id, fields in entries:
@@ -60,12 +67,11 @@ class Gallery:
                     self.keep(fields[_FIELD])
 
 
-def _pick(found: Iterable[bytes], *, reward: float) -> EpisodeRecord | None:
-    records = [record_from_bytes(data) for data in found]
-    finished = [r for r in records if not StopReason(r.stop_reason).is_infrastructure]
-    wanted = [record for record in finished if record.reward == reward]
+def _pick(records: Iterable[EpisodeRecord], *, reward: float) -> EpisodeRecord | None:
+    kept = list(records)
+    wanted = [record for record in kept if record.reward == reward]
     branched = [record for record in wanted if len(record.threads) > 1]
-    for choice in (branched, wanted, finished):
+    for choice in (branched, wanted, kept):
         if choice:
             return choice[0]
     return None
