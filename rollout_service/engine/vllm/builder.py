@@ -1,0 +1,341 @@
+"""Making cursors resident: what a run reads, runs shared by all who need them, rebuilds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from harness_sdk.errors import ResourceExhausted
+from rollout_service.cursors import Cursor, Mount
+from rollout_service.engine.base import SampledToken
+from rollout_service.engine.checks import check_version
+from rollout_service.engine.vllm.core_client import CoreClient, ResidencyMissing
+from rollout_service.engine.vllm.footing import Footing, FootingStore, is_root, new_mounts
+from rollout_service.engine.vllm.lora import LoadedAdapter
+from rollout_service.engine.vllm.plan import RowSpan
+from rollout_service.engine.vllm.turn import Turn
+
+_T = TypeVar("_T")
+_MAX_REBUILDS = 16
+"""Rounds in which what a run reads may be evicted before it begins; more is thrashing."""
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
+"""vLLM always samples: a run that only computes throws one token away."""
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A footing being computed for everybody who needs it."""
+
+    task: asyncio.Task[None]
+    num_waiters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a cursor's own run begins."""
+
+    footing: Footing
+    lead: tuple[int, ...]
+    """The parent's last token, where the run computes it too."""
+    position: int
+    """Rotary position of the first row."""
+
+
+class FootingBuilder:
+    """Footings on demand, over one engine process."""
+
+    def __init__(self, llm: Any) -> None:
+        """Build over vLLM's `AsyncLLM`."""
+        self.store = FootingStore()
+        self.client = CoreClient(llm, self.store.forget)
+        self.adapters: dict[int, LoadedAdapter | None] = {0: None}
+        """Loaded versions; the base model is none of vLLM's."""
+        self.tokens_computed = 0
+        self.tokens_recomputed: Counter[str] = Counter(eviction=0, refresh=0)
+        self._ids = itertools.count(1)
+        self._flights: dict[tuple[int, Any, bool], _Flight] = {}
+
+    async def close(self) -> None:
+        """Cancel what runs."""
+        tasks = [flight.task for flight in self._flights.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def extend(self, version: int, cursor: Cursor) -> None:
+        """Make a new cursor resident; cancelled, it leaves nothing behind."""
+        try:
+            await self._footing(version, cursor, complete=False, is_new=True)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.release([cursor]))
+            raise
+
+    async def score(
+        self, version: int, cursor: Cursor, score_from: int, *, keep: bool
+    ) -> tuple[float, ...]:
+        """Log-probabilities of `cursor.token_ids[score_from:]`, from a run of their own."""
+        try:
+            return await self._retried(lambda: self._score(version, cursor, score_from, keep))
+        except asyncio.CancelledError:
+            await asyncio.shield(self.release([cursor]))
+            raise
+
+    async def generate(self, version: int, turn: Turn) -> AsyncGenerator[SampledToken]:
+        """Sample a turn; the turn's cursor is resident at the end, and nothing if closed early."""
+        for attempt in itertools.count(1):
+            # Without a prompt the first token is predicted by the parent's last row.
+            start = await self._start(version, turn.prompt, with_lead=not turn.prompt.token_ids)
+            try:
+                async with aclosing(self._sample(version, turn, start)) as tokens:
+                    async for token in tokens:
+                        yield token
+                return
+            except ResidencyMissing as missing:
+                # Nothing was sampled yet: a request that reads what is gone never starts.
+                self._forget(missing, attempt)
+
+    async def release(self, cursors: Sequence[Cursor]) -> None:
+        """Forget `cursors`; their pages go with the last reader."""
+        residencies = self.store.release(cursors)
+        if residencies:
+            await self.client.command("release", residencies)
+
+    async def evict(self, cursors: Sequence[Cursor]) -> None:
+        """Drop the residencies of `cursors` that no running request reads."""
+        residencies = self.store.residencies_of(cursors)
+        self.store.forget(await self.client.command("evict", residencies))
+
+    async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
+        """Keep for `shorter` what is held of `turn`; see `Engine.hand_over`."""
+        superfluous = self.store.hand_over(turn, shorter)
+        if superfluous:
+            await self.client.command("release", superfluous)
+
+    async def drop_version(self, version: int) -> None:
+        """Forget everything computed under `version`."""
+        await self.client.command("release", self.store.drop_version(version))
+
+    async def _footing(
+        self, version: int, cursor: Cursor, *, complete: bool, is_new: bool = False
+    ) -> Footing:
+        """A cursor's footing, computed where need be, once for all who ask at a time."""
+        for attempt in itertools.count(1):
+            footing = self.store.get(version, cursor, complete)
+            if footing is not None:
+                return footing
+            try:
+                await self._join(version, cursor, complete, is_new)
+            except ResidencyMissing as missing:
+                self._forget(missing, attempt)
+        raise AssertionError
+
+    async def _join(self, version: int, cursor: Cursor, complete: bool, is_new: bool) -> None:
+        key = (version, cursor.token_ids if is_root(cursor) else cursor.cursor_id, complete)
+        flight = self._flights.get(key)
+        if flight is None:
+            task = asyncio.create_task(self._compute(version, cursor, complete, is_new))
+            flight = self._flights[key] = _Flight(task)
+            task.add_done_callback(lambda done: self._land(key, done))
+        flight.num_waiters += 1
+        try:
+            await asyncio.shield(flight.task)
+        finally:
+            flight.num_waiters -= 1
+            if not flight.num_waiters and not flight.task.done():
+                self._flights.pop(key, None)
+                flight.task.cancel()
+                await asyncio.wait([flight.task])
+
+    def _land(self, key: tuple[int, Any, bool], task: asyncio.Task[None]) -> None:
+        flight = self._flights.get(key)
+        if flight is not None and flight.task is task:
+            del self._flights[key]
+
+    async def _compute(self, version: int, cursor: Cursor, complete: bool, is_new: bool) -> None:
+        if complete:
+            footing = await self._footing(version, cursor, complete=False)
+            start = _Start(footing, (), cursor.next_position - 1)
+            prompt = cursor.token_ids[-1:]
+        else:
+            start = await self._start(version, cursor)
+            prompt = start.lead + cursor.token_ids[:-1]
+        if not prompt:
+            self.store.put(version, cursor, start.footing, complete)
+            return
+        cause = "" if is_new or complete else self._cause(version, cursor)
+        await self._run(version, cursor, start, prompt, complete)
+        if cause:
+            self.tokens_recomputed[cause] += len(prompt)
+
+    async def _start(self, version: int, cursor: Cursor, *, with_lead: bool = False) -> _Start:
+        """What the cursor's own run stands on: its parent, and the mounts new to it.
+
+        Args:
+            version: Policy version.
+            cursor: The cursor to compute.
+            with_lead: Whether the run needs the parent's last row, to predict from it.
+        """
+        parent, added = cursor.parent, new_mounts(cursor)
+        if parent is not None and not added:
+            whole = None if with_lead else self.store.get(version, parent, True)
+            if whole is not None:
+                return _Start(whole, (), parent.next_position)
+            footing = await self._footing(version, parent, complete=False)
+            return _Start(footing, parent.token_ids[-1:], parent.next_position - 1)
+        footing = Footing()
+        if parent is not None:
+            # The parent's last token does not see the mount, so it comes before.
+            footing = await self._footing(version, parent, complete=True)
+        spans = [await self._span(version, mount) for mount in added]
+        return _Start(footing.with_mounts(spans), (), cursor.position_start)
+
+    async def _span(self, version: int, mount: Mount) -> RowSpan:
+        """Where a mount's rows lie: a cursor's own rows are the last of its table."""
+        source = mount.source
+        num_own = len(source.token_ids)
+        complete = mount.end == num_own or self.store.get(version, source, False) is None
+        if complete and mount.end < num_own:
+            complete = self.store.get(version, source, True) is not None
+        footing = await self._footing(version, source, complete=complete)
+        first = footing.num_rows - (num_own if complete else num_own - 1)
+        assert footing.is_own and footing.parent is not None
+        return RowSpan(residency=footing.parent, begin=first + mount.begin, end=first + mount.end)
+
+    async def _run(
+        self,
+        version: int,
+        cursor: Cursor,
+        start: _Start,
+        prompt: Sequence[int],
+        complete: bool,
+        **sampling: Any,
+    ) -> Any:
+        """Compute `prompt` and keep it as the cursor's footing; returns the last output."""
+        residency = next(self._ids)
+        plan = start.footing.plan(position=start.position, keep_as=residency)
+        last = None
+        async for output in self.client.stream(
+            plan, prompt, lora=self._lora(version), **{**_ONE_TOKEN, **sampling}
+        ):
+            last = output
+        self.tokens_computed += len(prompt)
+        await self._put(version, cursor, residency, plan.num_rows + len(prompt), complete)
+        return last
+
+    async def _put(
+        self, version: int, cursor: Cursor, residency: int, num_rows: int, complete: bool
+    ) -> None:
+        footing = Footing(parent=residency, num_rows=num_rows, is_own=True)
+        superfluous = self.store.put(version, cursor, footing, complete)
+        if superfluous:
+            await self.client.command("release", superfluous)
+
+    async def _score(
+        self, version: int, cursor: Cursor, score_from: int, keep: bool
+    ) -> tuple[float, ...]:
+        tokens = cursor.token_ids
+        logprobs: list[float] = []
+        if score_from == 0 and new_mounts(cursor):
+            assert cursor.parent is not None
+            logprobs.append(await self._score_after(version, cursor.parent, tokens[0]))
+        start = await self._start(version, cursor, with_lead=score_from == 0)
+        prompt = start.lead + tokens[:-1]
+        if not prompt:
+            if keep:
+                self.store.put(version, cursor, start.footing, complete=False)
+            return tuple(logprobs)
+        residency = next(self._ids) if keep else None
+        plan = start.footing.plan(position=start.position, keep_as=residency)
+        predicted: list[float] = []
+        async for output in self.client.stream(
+            plan,
+            prompt,
+            lora=self._lora(version),
+            score_prompt=True,
+            logprob_token_ids=[tokens[-1]],
+            **_ONE_TOKEN,
+        ):
+            predicted += output.prompt_logprobs
+            predicted += [position[tokens[-1]] for position in output.logprobs]
+        self.tokens_computed += len(prompt)
+        if residency is not None:
+            await self._put(version, cursor, residency, plan.num_rows + len(prompt), False)
+        first = max(score_from, 0 if start.lead else 1)
+        return tuple(logprobs + predicted[len(predicted) - (len(tokens) - first) :])
+
+    async def _score_after(self, version: int, parent: Cursor, token: int) -> float:
+        """Log-probability of `token` right after `parent`, before anything new is mounted."""
+        footing = await self._footing(version, parent, complete=False)
+        start = _Start(footing, (), parent.next_position - 1)
+        output = await self._run(
+            version, parent, start, parent.token_ids[-1:], True, logprob_token_ids=[token]
+        )
+        return output.logprobs[0][token]
+
+    async def _sample(
+        self, version: int, turn: Turn, start: _Start
+    ) -> AsyncGenerator[SampledToken]:
+        residency = next(self._ids)
+        prompt = start.lead + turn.prompt.token_ids
+        plan = start.footing.plan(position=start.position, keep_as=residency)
+        stream = self.client.stream(plan, prompt, lora=self._lora(version), **turn.vllm_sampling())
+        has_ended = is_over = False
+        try:
+            async for output in stream:
+                has_ended = output.finish_reason is not None
+                for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+                    if turn.finish_reason is not None:
+                        # Sampled past a stop string before we saw it.
+                        has_ended = False
+                        break
+                    turn.take(token_id, entry[token_id])
+                    yield SampledToken(token_id=token_id, logprob=entry[token_id])
+                if turn.finish_reason is not None:
+                    break
+            is_over = True
+        finally:
+            await stream.aclose()
+            self.tokens_computed += len(prompt) + max(len(turn.token_ids) - 1, 0)
+            if not (is_over and has_ended):
+                await self.client.command("release", [residency])
+        turn.finished = turn.cursor()
+        if has_ended:
+            num_rows = plan.num_rows + len(prompt) + len(turn.token_ids) - 1
+            await self._put(version, turn.finished, residency, num_rows, False)
+        else:
+            # A stop string ended the turn and the run went past it: computed anew to its end.
+            await self._footing(version, turn.finished, complete=False, is_new=True)
+
+    def _lora(self, version: int) -> Any:
+        check_version(version, list(self.adapters))
+        loaded = self.adapters[version]
+        return None if loaded is None else loaded.request
+
+    def _cause(self, version: int, cursor: Cursor) -> str:
+        """Why a cursor that existed before is computed."""
+        if self.store.was_evicted(version, cursor):
+            return "eviction"
+        return "refresh" if cursor.policy_version != version else ""
+
+    async def _retried(self, run: Callable[[], Awaitable[_T]]) -> _T:
+        for attempt in itertools.count(1):
+            try:
+                return await run()
+            except ResidencyMissing as missing:
+                self._forget(missing, attempt)
+        raise AssertionError
+
+    def _forget(self, missing: ResidencyMissing, attempt: int) -> None:
+        self.store.forget(missing.residencies)
+        if attempt >= _MAX_REBUILDS:
+            raise ResourceExhausted(
+                "what a request reads was evicted again and again before it could run",
+                value=f"{attempt} rebuilds",
+                limit=f"{self.client.use.total * self.client.use.page_rows} tokens",
+                remedy="run fewer episodes at once, or give the engine a larger max_tokens",
+            )

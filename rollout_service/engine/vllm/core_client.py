@@ -1,0 +1,204 @@
+"""One request or command at a time to the engine process, in this project's errors."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness_sdk.errors import AdapterError, EngineError, ResourceExhausted, Unavailable
+from rollout_service.engine.vllm.lora import LoraSpec
+from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
+
+_COMMAND = "octopus_cursors"
+_RESULT_KEY = "octopus"
+_LOGPROBS_OF_SAMPLED = 0
+
+
+class ResidencyMissing(Exception):
+    """A request read residencies that pressure had evicted; rebuild and ask again."""
+
+    def __init__(self, residencies: Sequence[int]) -> None:
+        super().__init__(f"{len(residencies)} residencies are gone")
+        self.residencies = list(residencies)
+
+
+@dataclass(slots=True)
+class PoolUse:
+    """Occupancy as the core last told it."""
+
+    page_rows: int = 1
+    total: int = 0
+    free: int = 0
+    residencies: int = 0
+    states: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the blocks that are taken."""
+        return (self.total - self.free) * self.page_rows
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """What one step, or the steps since the last one taken, made of a request."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    """For each token: its log-probability and those asked for."""
+    prompt_logprobs: list[float]
+    """Of the prompt's tokens after the first; with the last output's first token."""
+    finish_reason: str | None
+
+
+class CoreClient:
+    """vLLM's `AsyncLLM`, spoken to in plans."""
+
+    def __init__(self, llm: Any, on_evicted: Callable[[Iterable[int]], None]) -> None:
+        """Speak to `llm`; `on_evicted` hears of residencies that pressure took."""
+        self._llm = llm
+        # Looked up when the engine was launched; vLLM reads its environment when imported.
+        self._seams: Any = importlib.import_module("rollout_service.engine.vllm.seams")
+        self._on_evicted = on_evicted
+        self._numbers = itertools.count(1)
+        self.use = PoolUse()
+
+    def on_step(self, kv_use: float) -> None:
+        """Each step's pool use, from vLLM's statistics."""
+        self.use.free = round(self.use.total * (1 - kv_use))
+
+    async def stream(
+        self,
+        plan: AttachPlan,
+        prompt: Sequence[int],
+        *,
+        lora: Any = None,
+        score_prompt: bool = False,
+        **sampling: Any,
+    ) -> AsyncGenerator[Output]:
+        """Compute `prompt` on top of a plan's rows and sample; closing aborts.
+
+        Raises:
+            ResidencyMissing: The plan reads what was evicted meanwhile.
+            ResourceExhausted: The pool cannot hold the request beside what is read.
+            EngineError: The engine process failed.
+        """
+        params = self._seams.SamplingParams(
+            extra_args={EXTRA_ARG: plan.to_wire()},
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=self._seams.RequestOutputKind.DELTA,
+            prompt_logprobs=_LOGPROBS_OF_SAMPLED if score_prompt else None,
+            **sampling,
+        )
+        stream = self._llm.generate(
+            {"prompt_token_ids": list(prompt)},
+            params,
+            f"octopus-{next(self._numbers)}",
+            lora_request=lora,
+        )
+        is_over = False
+        try:
+            async for raw in stream:
+                is_over = raw.finished
+                self._take_report(raw.kv_transfer_params)
+                output = _output(raw)
+                if output.finish_reason in ("error", "abort"):
+                    await self._raise_cause(plan)
+                yield output
+        except (ResidencyMissing, ResourceExhausted):
+            raise
+        except Exception as error:
+            is_over = True
+            raise EngineError(
+                f"the engine process failed: {error}", remedy="see the service's log"
+            ) from error
+        finally:
+            if not is_over:
+                await stream.aclose()
+                # Comes back after the abort was carried out: then its pages are free.
+                await self.command("release", [] if plan.keep_as is None else [plan.keep_as])
+
+    async def command(self, operation: str, residencies: Sequence[int] = ()) -> list[int]:
+        """`release`, `evict`, `missing` or `usage`; returns the residencies concerned.
+
+        Raises:
+            Unavailable: The engine process has ended.
+        """
+        try:
+            report = await self._llm.engine_core.call_utility_async(
+                _COMMAND, operation, list(residencies)
+            )
+        except Exception as error:
+            raise Unavailable(f"the engine process does not answer: {error}") from error
+        self._take_report({_RESULT_KEY: report})
+        return list(report["gone"])
+
+    async def load_lora(self, version: int, path: str) -> Any:
+        """Load a PEFT folder between two steps; returns the handle that requests carry.
+
+        Raises:
+            AdapterError: vLLM refused it; nothing changed.
+        """
+        request = self._seams.LoRARequest(
+            lora_name=f"version-{version}", lora_int_id=version, lora_path=path
+        )
+        try:
+            await self._llm.add_lora(request)
+        except Exception as error:
+            raise AdapterError(f"vLLM refused the adapter: {error}", value=path) from error
+        return request
+
+    async def unload_lora(self, version: int) -> None:
+        """Free a version's buffers."""
+        await self._llm.remove_lora(version)
+
+    async def lora_checksums(
+        self, version: int, specs: Sequence[LoraSpec]
+    ) -> dict[str, tuple[str, str]]:
+        """Checksums of a version's serving buffers, lora_A and lora_B by module."""
+        (served,) = await self._llm.collective_rpc(
+            "octopus_lora_checksums", args=(version, [list(spec) for spec in specs])
+        )
+        return {name: (down, up) for name, (down, up) in served.items()}
+
+    async def _raise_cause(self, plan: AttachPlan) -> None:
+        missing = await self.command("missing", plan.reads())
+        if missing:
+            raise ResidencyMissing(missing)
+        raise ResourceExhausted(
+            "no room for more tokens: running requests read all that is resident",
+            value=f"{self.use.num_rows} tokens in use",
+            limit=f"{self.use.total * self.use.page_rows} tokens",
+            remedy="run fewer episodes at once, or give the engine a larger max_tokens",
+        )
+
+    def _take_report(self, params: Any) -> None:
+        report = (params or {}).get(_RESULT_KEY)
+        if report is None:
+            return
+        use = self.use
+        use.page_rows, use.total, use.free = report["page_rows"], report["total"], report["free"]
+        use.residencies, use.states = report["residencies"], report["states"]
+        if report["evicted"]:
+            self._on_evicted(report["evicted"])
+
+
+def _output(raw: Any) -> Output:
+    completion = raw.outputs[0]
+    return Output(
+        token_ids=list(completion.token_ids),
+        logprobs=[
+            {token: entry.logprob for token, entry in position.items()}
+            for position in completion.logprobs or []
+        ],
+        prompt_logprobs=[
+            # The prompt's own token comes first of a position's entries.
+            next(iter(position.values())).logprob
+            for position in raw.prompt_logprobs or []
+            if position
+        ],
+        finish_reason=completion.finish_reason,
+    )

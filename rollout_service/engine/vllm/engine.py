@@ -1,0 +1,379 @@
+"""The vLLM engine's asynchronous face: cursors on the host, pages and states in vLLM's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from harness_sdk.errors import AdapterError, ConfigError, InvalidRequest, Unavailable
+from harness_sdk.types import SamplingOptions
+from rollout_service.cursors import Cursor, Mount, child_cursor
+from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
+from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
+from rollout_service.engine.vllm.builder import FootingBuilder
+from rollout_service.engine.vllm.core_client import CoreClient
+from rollout_service.engine.vllm.footing import hides_mounts
+from rollout_service.engine.vllm.launch import Pool, launch
+from rollout_service.engine.vllm.lora import AdapterReader, LoadedAdapter
+from rollout_service.engine.vllm.model_facts import read_facts
+from rollout_service.engine.vllm.turn import Turn, check_options
+
+_STATES_PER_SEQUENCE = 8
+"""Recurrent checkpoints held for each running sequence where `max_states` is not given."""
+
+
+class VllmEngine:
+    """Cursors over vLLM 0.32.0; its scheduler, batching, kernels and LoRA do the work."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_tokens: int | None = None,
+        max_states: int | None = None,
+        page_tokens: int | None = None,
+        mount_layers: tuple[int, ...] | None = None,
+        max_num_seqs: int = 64,
+        max_adapters: int = 4,
+        max_lora_rank: int = 64,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+        vllm_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare an engine; `start` starts its process.
+
+        Args:
+            model_path: Hugging Face folder.
+            device: cpu or cuda.
+            dtype: Of weights and K/V: float32, bfloat16.
+            max_tokens: Tokens whose K/V may be resident, in whole pages, recurrent states beside
+                them; None takes what memory allows.
+            max_states: Recurrent states that may be resident beside them, running ones included.
+            page_tokens: Tokens per page where the model leaves the choice.
+            mount_layers: Must be all attention layers; None is that.
+            max_num_seqs: Requests computed at once; others wait in order.
+            max_adapters: LoRA versions beside the base model.
+            max_lora_rank: Highest rank among them.
+            detokenize: Text of token ids; needed for stop strings.
+            vllm_arguments: Further engine arguments of vLLM.
+        """
+        self._model_path = model_path
+        self._device = device
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._max_states = max_states or _STATES_PER_SEQUENCE * max_num_seqs
+        self._page_tokens = page_tokens
+        self._mount_layers = mount_layers
+        self._max_num_seqs = max_num_seqs
+        self._max_adapters = max_adapters
+        self._max_lora_rank = max_lora_rank
+        self._detokenize = detokenize
+        self._vllm_arguments = dict(vllm_arguments or {})
+        self._info: EngineInfo | None = None
+        self._llm: Any = None
+        self._builder: FootingBuilder | None = None
+        self._adapter_reader: AdapterReader | None = None
+        self._adapter_lock = asyncio.Lock()
+        self._running: Counter[int] = Counter()
+        self._tokens_sampled = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is; known once started."""
+        if self._info is None:
+            raise Unavailable("the engine has not been started", remedy="await start() first")
+        return self._info
+
+    async def start(self) -> None:
+        """Start the engine process and load the model.
+
+        Raises:
+            ConfigError: The model, an option or the installed vLLM cannot be served.
+        """
+        facts = await asyncio.to_thread(read_facts, self._model_path)
+        if self._mount_layers not in (None, facts.attention_layers):
+            raise ConfigError(
+                "mount layers that vLLM does not serve",
+                value=self._mount_layers,
+                limit=f"all attention layers: {facts.attention_layers}",
+            )
+        clients: list[CoreClient] = []
+
+        def on_step(kv_use: float) -> None:
+            for client in clients:
+                client.on_step(kv_use)
+
+        self._llm = await asyncio.to_thread(
+            launch,
+            self._model_path,
+            device=self._device,
+            dtype=self._dtype,
+            pool=Pool(
+                max_tokens=self._max_tokens,
+                page_tokens=None if facts.num_state_groups else self._page_tokens,
+                num_state_blocks=facts.num_state_groups * self._max_states,
+            ),
+            max_num_seqs=self._max_num_seqs,
+            max_adapters=self._max_adapters,
+            max_lora_rank=self._max_lora_rank,
+            on_step=on_step,
+            extra=self._vllm_arguments,
+        )
+        builder = FootingBuilder(self._llm)
+        clients.append(builder.client)
+        await builder.client.command("usage")
+        self._info = EngineInfo(
+            name="vllm",
+            model=self._model_path,
+            model_hash=facts.model_hash,
+            vocab_size=facts.vocab_size,
+            max_positions=facts.max_positions,
+            mount_layers=facts.attention_layers,
+            page_tokens=builder.client.use.page_rows,
+        )
+        self._builder = builder
+
+    async def close(self) -> None:
+        """End the engine process; later calls raise `Unavailable`."""
+        builder, self._builder = self._builder, None
+        llm, self._llm = self._llm, None
+        if builder is not None:
+            await builder.close()
+        if llm is not None:
+            # Its task would take the process's end for a failure.
+            handler = llm.output_handler
+            if handler is not None:
+                handler.cancel()
+                await asyncio.wait([handler])
+            context = llm.engine_core.resources.ctx
+            await asyncio.to_thread(llm.shutdown)
+            # Its sockets are closed by a callback on this loop, which leaves their context open.
+            await asyncio.sleep(0)
+            await asyncio.to_thread(context.destroy, 0)
+
+    async def extend(
+        self,
+        parent: Cursor | None,
+        token_ids: Sequence[int],
+        *,
+        mounts: tuple[Mount, ...],
+        policy_version: int,
+        score_from: int | None = None,
+    ) -> Cursor:
+        """Append tokens and keep pages and recurrent state at their end; see `Engine.extend`.
+
+        Raises:
+            InvalidRequest: A token, span or `score_from` that cannot be computed.
+            BudgetExhausted: The cursor would pass the model's positions.
+            ResourceExhausted: No room, and nothing that may be evicted.
+            EngineError: The engine process failed.
+            AdapterError: `policy_version` is not loaded.
+        """
+        builder = self._serving(policy_version)
+        tokens = tuple(token_ids)
+        first = len(tokens) if score_from is None else score_from
+        cursor = child_cursor(
+            parent,
+            tokens,
+            mounts=mounts,
+            policy_version=policy_version,
+            sampled=tuple(index >= first for index in range(len(tokens))),
+        )
+        self._check(cursor)
+        with self._request(policy_version):
+            if score_from is None:
+                await builder.extend(policy_version, cursor)
+                return cursor
+            lowest = 0 if parent is not None else 1
+            if not lowest <= score_from <= len(tokens):
+                raise InvalidRequest(
+                    "score_from names no token that something predicts",
+                    value=score_from,
+                    limit=f"{lowest} to {len(tokens)}",
+                )
+            logprobs = await builder.score(policy_version, cursor, score_from, keep=True)
+        return replace(cursor, sampled_logprobs=logprobs)
+
+    async def generate(
+        self,
+        parent: Cursor,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingOptions,
+        *,
+        stop_token_ids: frozenset[int],
+        policy_version: int,
+    ) -> AsyncIterator[SampledToken | Generated]:
+        """Append the generation prompt to `parent` and sample; see `Engine.generate`.
+
+        At temperature 0 the log-probabilities are those of the untempered distribution.
+
+        Raises:
+            InvalidRequest: A token or sampling option that cannot be computed.
+            BudgetExhausted: The prompt leaves no position to sample at.
+            ResourceExhausted: No room, and nothing that may be evicted.
+            EngineError: The engine process failed.
+            AdapterError: `policy_version` is not loaded.
+        """
+        check_options(sampling, can_detokenize=self._detokenize is not None)
+        builder = self._serving(policy_version)
+        prompt = child_cursor(
+            parent, tuple(prompt_token_ids), mounts=parent.mounts, policy_version=policy_version
+        )
+        room = self._check(prompt, num_more=1)
+        turn = Turn(
+            prompt=prompt,
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
+            max_tokens=min(sampling.max_tokens, room),
+            detokenize=self._detokenize,
+        )
+        with self._request(policy_version):
+            stream = builder.generate(policy_version, turn)
+            try:
+                async for token in stream:
+                    self._tokens_sampled += 1
+                    yield token
+            finally:
+                await stream.aclose()
+        assert turn.finished is not None and turn.finish_reason is not None
+        yield Generated(cursor=turn.finished, finish_reason=turn.finish_reason)
+
+    async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
+        """Keep the residency of `turn` for `shorter`; see `Engine.hand_over`."""
+        await self._live().hand_over(turn, shorter)
+
+    async def release(self, cursors: Sequence[Cursor]) -> None:
+        """Drop the residency of `cursors`; what a running request reads goes when it ends."""
+        await self._live().release(cursors)
+
+    async def evict(self, cursors: Sequence[Cursor]) -> None:
+        """Drop the residency of `cursors` that no running request reads; rebuilt on use."""
+        await self._live().evict(cursors)
+
+    async def forget_all(self) -> None:
+        """Drop every residency, running readers' at their end; adapters stay."""
+        builder = self._live()
+        for version in builder.adapters:
+            await builder.drop_version(version)
+
+    async def score(self, token_ids: Sequence[int], *, policy_version: int) -> tuple[float, ...]:
+        """Log-probability of `token_ids[1:]` from a cold run that leaves nothing behind."""
+        check_token_ids(self.info, token_ids)
+        builder = self._serving(policy_version)
+        cursor = child_cursor(None, tuple(token_ids), mounts=(), policy_version=policy_version)
+        self._check(cursor)
+        with self._request(policy_version):
+            return await builder.score(policy_version, cursor, 1, keep=False)
+
+    async def load_adapter(self, version: int, path: str) -> None:
+        """Load a PEFT folder as `version`; decodes go on, the switch falls between two steps.
+
+        Raises:
+            AdapterError: Version taken, no slot free, or a tensor missing, unknown or wrongly
+                shaped; nothing changed.
+        """
+        builder = self._live()
+        self._check_new_version(version)
+        adapter = await asyncio.to_thread(self._reader().read, path, max_rank=self._max_lora_rank)
+        async with self._adapter_lock:
+            self._check_new_version(version)
+            request = await builder.client.load_lora(version, path)
+            builder.adapters[version] = LoadedAdapter(adapter=adapter, request=request)
+
+    async def unload_adapter(self, version: int) -> None:
+        """Drop a version and all residency computed under it.
+
+        Raises:
+            AdapterError: Not loaded, the base model, or in use by a running request.
+        """
+        builder = self._serving(version)
+        if version == 0 or self._running[version]:
+            raise AdapterError(
+                "policy version cannot be unloaded",
+                value=version,
+                limit="an adapter that no running request uses",
+            )
+        del builder.adapters[version]
+        await builder.drop_version(version)
+        async with self._adapter_lock:
+            await builder.client.unload_lora(version)
+
+    async def adapter_checksums(self, version: int) -> dict[str, str]:
+        """`tensor_checksum` of each tensor as it serves, keyed by its PEFT name."""
+        builder = self._serving(version)
+        loaded = builder.adapters[version]
+        if loaded is None:
+            return {}
+        served = await builder.client.lora_checksums(version, loaded.specs())
+        return await asyncio.to_thread(loaded.checksums, served, getattr(torch, self._dtype))
+
+    def _reader(self) -> AdapterReader:
+        if self._adapter_reader is None:
+            self._adapter_reader = AdapterReader(self._model_path, self.info.model_hash)
+        return self._adapter_reader
+
+    def _check_new_version(self, version: int) -> None:
+        loaded = self._live().adapters
+        if version in loaded:
+            raise AdapterError(
+                "policy version is loaded already",
+                value=version,
+                limit="versions that are not loaded",
+            )
+        if len(loaded) > self._max_adapters:
+            raise AdapterError(
+                "no room for another policy version",
+                value=f"{len(loaded) - 1} loaded",
+                limit=self._max_adapters,
+                remedy="unload one, or start the engine with a larger max_adapters",
+            )
+
+    def stats(self) -> EngineStats:
+        """Occupancy after the last step, counters now."""
+        builder = self._live()
+        use = builder.client.use
+        return EngineStats(
+            resident_cursors=len(builder.store),
+            recurrent_slots=use.states,
+            tokens_resident=use.num_rows,
+            tokens_capacity=use.total * use.page_rows,
+            running=self._running.total(),
+            tokens_computed=builder.tokens_computed,
+            tokens_recomputed=dict(builder.tokens_recomputed),
+            tokens_sampled=self._tokens_sampled,
+        )
+
+    def _check(self, cursor: Cursor, *, num_more: int = 0) -> int:
+        room = check_cursor(self.info, cursor, num_more=num_more)
+        if hides_mounts(cursor):
+            raise InvalidRequest(
+                "a cursor cannot lose sight of what its parent has mounted",
+                value=f"{len(cursor.mounts)} mounts",
+                remedy="pass the parent's mounts too",
+            )
+        return room
+
+    def _live(self) -> FootingBuilder:
+        if self._builder is None:
+            raise Unavailable("the engine is not running")
+        return self._builder
+
+    def _serving(self, version: int) -> FootingBuilder:
+        builder = self._live()
+        check_version(version, list(builder.adapters))
+        return builder
+
+    @contextmanager
+    def _request(self, version: int) -> Iterator[None]:
+        self._running[version] += 1
+        try:
+            yield
+        finally:
+            self._running[version] -= 1

@@ -1,0 +1,220 @@
+"""Host side: what the core holds of each cursor, and what a run over its children starts from.
+
+Every footing trails its cursor by the last token, which the child's run computes: so an empty
+generation prompt and a child's first log-probability cost no second pass. A *complete* footing
+covers the last token too; mounts need it, of the source and of the reader's parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollout_service.cursors import Cursor, Mount
+from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
+
+Key = tuple[int, int]
+"""Policy version and cursor id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footing:
+    """Rows in front of the next one to compute."""
+
+    parent: int | None = None
+    """Residency whose rows and state are inherited."""
+    mounts: tuple[RowSpan, ...] = ()
+    """Spans beside them, where nothing has been computed on top of them yet."""
+    num_rows: int = 0
+    """The parent's rows and the mounted ones."""
+    is_own: bool = False
+    """Whether `parent` was computed for the cursor itself, whose rows are then its last ones."""
+
+    def plan(self, *, position: int, keep_as: int | None) -> AttachPlan:
+        """A request's plan whose first new token has rotary position `position`."""
+        return AttachPlan(
+            parent=self.parent,
+            mounts=self.mounts,
+            num_rows=self.num_rows,
+            offset=position - self.num_rows,
+            keep_as=keep_as,
+        )
+
+    def with_mounts(self, spans: Iterable[RowSpan]) -> Footing:
+        """The same with more spans visible."""
+        spans = tuple(spans)
+        return Footing(
+            parent=self.parent,
+            mounts=self.mounts + spans,
+            num_rows=self.num_rows + sum(span.num_rows for span in spans),
+        )
+
+    def reads(self) -> set[int]:
+        """Residencies that it rests on."""
+        own = set() if self.parent is None else {self.parent}
+        return own | {span.residency for span in self.mounts}
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What is known of one cursor under one version; identical roots share one."""
+
+    trailing: Footing | None = None
+    complete: Footing | None = None
+    owners: set[Key] = field(default_factory=set)
+    root: tuple[int, ...] | None = None
+
+    def get(self, complete: bool) -> Footing | None:
+        """One of the two footings."""
+        return self.complete if complete else self.trailing
+
+    def residencies(self) -> list[int]:
+        """Residencies that go with the entry."""
+        footings = (self.trailing, self.complete)
+        return [f.parent for f in footings if f is not None and f.is_own and f.parent is not None]
+
+
+class FootingStore:
+    """Entries by (policy version, cursor id)."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._entries: dict[Key, Entry] = {}
+        self._roots: dict[tuple[int, tuple[int, ...]], Entry] = {}
+        self._readers: dict[int, set[Entry]] = {}
+        self._evicted: set[Key] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, version: int, cursor: Cursor, complete: bool) -> Footing | None:
+        """A footing of `cursor`; adopts that of an identical root."""
+        entry = self._find(version, cursor)
+        return None if entry is None else entry.get(complete)
+
+    def put(self, version: int, cursor: Cursor, footing: Footing, complete: bool) -> list[int]:
+        """Hold a footing; returns residencies that it makes superfluous."""
+        entry = self._find(version, cursor)
+        if entry is not None and entry.get(complete) is not None:
+            return [footing.parent] if footing.is_own and footing.parent is not None else []
+        if entry is None:
+            entry = Entry()
+            self._own(entry, version, cursor)
+            if is_root(cursor):
+                entry.root = cursor.token_ids
+                self._roots[version, cursor.token_ids] = entry
+        if complete:
+            entry.complete = footing
+        else:
+            entry.trailing = footing
+        for residency in footing.reads():
+            self._readers.setdefault(residency, set()).add(entry)
+        return []
+
+    def was_evicted(self, version: int, cursor: Cursor) -> bool:
+        """Whether the cursor had a footing that pressure or `evict` took."""
+        return (version, cursor.cursor_id) in self._evicted
+
+    def residencies_of(self, cursors: Iterable[Cursor]) -> list[int]:
+        """Residencies of `cursors` under every version."""
+        ids = {cursor.cursor_id for cursor in cursors}
+        entries = {entry for key, entry in self._entries.items() if key[1] in ids}
+        return [residency for entry in entries for residency in entry.residencies()]
+
+    def release(self, cursors: Iterable[Cursor]) -> list[int]:
+        """Forget `cursors` under every version; returns residencies that nobody owns any more."""
+        ids = {cursor.cursor_id for cursor in cursors}
+        self._evicted = {key for key in self._evicted if key[1] not in ids}
+        return self._disown([key for key in self._entries if key[1] in ids])
+
+    def hand_over(self, turn: Cursor, shorter: Cursor) -> list[int]:
+        """Hold for `shorter`, which lacks the turn's last token, what trails the turn by it.
+
+        Returns:
+            Residencies that cover the last token too: they cannot be cut.
+        """
+        superfluous: list[int] = []
+        for key in [key for key in self._entries if key[1] == turn.cursor_id]:
+            entry = self._entries[key]
+            trailing = entry.trailing
+            superfluous += self._disown([key])
+            if trailing is not None and trailing.is_own:
+                superfluous = [r for r in superfluous if r != trailing.parent]
+                superfluous += self.put(key[0], shorter, trailing, complete=True)
+            else:
+                self._evicted.add((key[0], shorter.cursor_id))
+        for key in [key for key in self._evicted if key[1] == turn.cursor_id]:
+            self._evicted.discard(key)
+            self._evicted.add((key[0], shorter.cursor_id))
+        return superfluous
+
+    def drop_version(self, version: int) -> list[int]:
+        """Forget everything of `version`; returns its residencies."""
+        self._evicted = {key for key in self._evicted if key[0] != version}
+        return self._disown([key for key in self._entries if key[0] == version])
+
+    def forget(self, residencies: Iterable[int]) -> None:
+        """Drop every footing that rests on residencies which the core no longer holds."""
+        gone = set(residencies)
+        for residency in gone:
+            for entry in self._readers.pop(residency, set()):
+                if entry.trailing is not None and entry.trailing.reads() & gone:
+                    entry.trailing = None
+                if entry.complete is not None and entry.complete.reads() & gone:
+                    entry.complete = None
+                if entry.trailing is None and entry.complete is None:
+                    self._evicted |= entry.owners
+                    self._disown(list(entry.owners))
+
+    def _find(self, version: int, cursor: Cursor) -> Entry | None:
+        entry = self._entries.get((version, cursor.cursor_id))
+        if entry is None and is_root(cursor):
+            entry = self._roots.get((version, cursor.token_ids))
+            if entry is not None:
+                self._own(entry, version, cursor)
+        return entry
+
+    def _own(self, entry: Entry, version: int, cursor: Cursor) -> None:
+        key = (version, cursor.cursor_id)
+        self._evicted.discard(key)
+        entry.owners.add(key)
+        self._entries[key] = entry
+
+    def _disown(self, keys: list[Key]) -> list[int]:
+        free: list[int] = []
+        for key in keys:
+            entry = self._entries.pop(key, None)
+            if entry is None:
+                continue
+            entry.owners.discard(key)
+            if entry.owners:
+                continue
+            if entry.root is not None:
+                del self._roots[key[0], entry.root]
+            for footing in (entry.trailing, entry.complete):
+                for residency in footing.reads() if footing is not None else ():
+                    self._readers.get(residency, set()).discard(entry)
+            free += entry.residencies()
+        return free
+
+
+def is_root(cursor: Cursor) -> bool:
+    """Whether identical token ids make an identical residency."""
+    return cursor.parent is None and not cursor.mounts
+
+
+def new_mounts(cursor: Cursor) -> list[Mount]:
+    """Mounts of `cursor` that its parent did not see."""
+    inherited = cursor.parent.mounts if cursor.parent is not None else ()
+    known = {_identity(mount) for mount in inherited}
+    return [mount for mount in cursor.mounts if _identity(mount) not in known]
+
+
+def hides_mounts(cursor: Cursor) -> bool:
+    """Whether the parent sees a mount that `cursor` does not: rows cannot be taken out again."""
+    inherited = cursor.parent.mounts if cursor.parent is not None else ()
+    return len(cursor.mounts) - len(new_mounts(cursor)) < len({_identity(m) for m in inherited})
+
+
+def _identity(mount: Mount) -> tuple[int, int, int]:
+    return mount.source.cursor_id, mount.begin, mount.end

@@ -1,0 +1,153 @@
+"""Starting vLLM's engine process: environment, arguments, and a stand-in for torchvision.
+
+vLLM is imported here at the earliest in `launch`, after the environment that it reads is set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = "rollout_service.engine.vllm"
+_STUBS = Path(__file__).parent / "stubs"
+_CPU_POOL_BYTES = 1 << 30
+"""Where nothing else is asked for: left alone, vLLM takes most of the machine's memory."""
+_NULL_BLOCKS = 1
+_ENVIRONMENT = {
+    # The service runs threads (gRPC); a fork of it could hang.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Cores are the host's to share out.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """How much may be resident at a time."""
+
+    max_tokens: int | None
+    """Rows of K/V, in whole pages; None takes what memory allows, states included."""
+    page_tokens: int | None
+    """Rows per page where the model leaves the choice."""
+    num_state_blocks: int = 0
+    """Blocks for recurrent states beside the pages."""
+
+
+def prepare_environment() -> None:
+    """Set what vLLM and its engine process read when they are imported; what is set stays."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if importlib.util.find_spec("torchvision") is None:
+        # vLLM's Qwen 3.5 module imports vision code that a text model never calls.
+        sys.path.append(str(_STUBS))
+        paths = [os.environ.get("PYTHONPATH", ""), str(_STUBS)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+
+
+def launch(
+    model_path: str,
+    *,
+    device: str,
+    dtype: str,
+    pool: Pool,
+    max_num_seqs: int,
+    max_adapters: int,
+    max_lora_rank: int,
+    on_step: Callable[[float], None],
+    extra: Mapping[str, Any],
+) -> Any:
+    """Start the engine; blocks until the model is loaded.
+
+    Args:
+        model_path: Hugging Face folder.
+        device: cpu or cuda.
+        dtype: Of weights and K/V.
+        pool: How much stays resident.
+        max_num_seqs: Requests computed at once.
+        max_adapters: LoRA versions beside the base model; 0 serves the base model alone.
+        max_lora_rank: Highest rank among them.
+        on_step: Told the pool's use, 0 to 1, after each step.
+        extra: Further engine arguments of vLLM, which win.
+
+    Returns:
+        vLLM's `AsyncLLM`.
+
+    Raises:
+        ConfigError: The installed vLLM lacks something that the engine stands on.
+    """
+    prepare_environment()
+    # Every seam is looked up here, before a process is started.
+    seams: Any = importlib.import_module(f"{_PACKAGE}.seams")
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "skip_tokenizer_init": True,
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "enforce_eager": device == "cpu",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "seed": int.from_bytes(os.urandom(4), "big") >> 1,
+        "scheduler_cls": f"{_PACKAGE}.scheduler.CursorScheduler",
+        "worker_cls": f"{_PACKAGE}.worker.Cursor{'CPU' if device == 'cpu' else 'GPU'}Worker",
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if device == "cpu":
+        arguments["kv_cache_memory_bytes"] = _CPU_POOL_BYTES
+    if max_adapters:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": max_adapters,
+            "max_cpu_loras": max_adapters,
+            "max_lora_rank": max_lora_rank,
+        }
+    if pool.page_tokens is not None:
+        arguments["block_size"] = pool.page_tokens
+    config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
+    if pool.max_tokens is not None:
+        # Only now is the page size known: a hybrid's is set by its recurrent state's size.
+        num_pages = -(-pool.max_tokens // config.cache_config.block_size)
+        config.cache_config.num_gpu_blocks_override = (
+            num_pages + pool.num_state_blocks + _NULL_BLOCKS
+        )
+    return seams.AsyncLLM.from_vllm_config(
+        config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
+    )
+
+
+def _step_logger(base: Any, on_step: Callable[[float], None]) -> Any:
+    """A factory of vLLM stat loggers that only tells the pool's use."""
+
+    class StepLogger(base):
+        """Hands each step's pool use on."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """Nothing to prepare."""
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            """Called after each step."""
+            if scheduler_stats is not None:
+                on_step(scheduler_stats.kv_cache_usage)
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to log."""
+
+    return StepLogger

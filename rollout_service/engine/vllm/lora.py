@@ -1,0 +1,156 @@
+"""LoRA versions: checked on the host against the base model, read back from the serving buffers.
+
+vLLM merges alpha / rank into lora_B and keeps both in the model's dtype. A tensor's checksum is the
+file's where the buffer holds exactly that rounding of it, and the buffer's own where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness_sdk.errors import AdapterError, ConfigError
+from rollout_service.engine.transformers.adapters import (
+    Adapter,
+    LoraWeights,
+    read_adapter,
+    tensor_checksum,
+)
+
+_PREFIX = "base_model.model."
+LoraSpec = tuple[str, int, int]
+"""A module's name in the Hugging Face model, its rank and its output size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """An adapter as it was read, and vLLM's handle for requests."""
+
+    adapter: Adapter
+    request: Any
+
+    def specs(self) -> list[LoraSpec]:
+        """What the worker needs to find each tensor in its buffers."""
+        return [
+            (name, lora.down.shape[0], lora.up.shape[0])
+            for name, lora in self.adapter.modules.items()
+        ]
+
+    def checksums(
+        self, served: Mapping[str, tuple[str, str]], dtype: torch.dtype
+    ) -> dict[str, str]:
+        """`tensor_checksum` of each tensor, keyed by its PEFT name.
+
+        Args:
+            served: For each module the checksums of its serving lora_A and lora_B buffers.
+            dtype: Of the buffers.
+        """
+        found: dict[str, str] = {}
+        for name, lora in self.adapter.modules.items():
+            down, up = served.get(name, ("not served", "not served"))
+            rounded_down, rounded_up = as_served(lora, dtype)
+            found[f"{_PREFIX}{name}.lora_A.weight"] = (
+                tensor_checksum(lora.down) if down == tensor_checksum(rounded_down) else down
+            )
+            found[f"{_PREFIX}{name}.lora_B.weight"] = (
+                tensor_checksum(lora.up) if up == tensor_checksum(rounded_up) else up
+            )
+        return found
+
+
+class AdapterReader:
+    """Reads PEFT folders for one base model, whose shapes it knows without its weights."""
+
+    def __init__(self, model_path: str, model_hash: str) -> None:
+        """Read for the model at `model_path`."""
+        self._model_path = model_path
+        self._model_hash = model_hash
+        self._module: nn.Module | None = None
+
+    def read(self, path: str, *, max_rank: int) -> Adapter:
+        """Read and check a folder; blocks.
+
+        Raises:
+            AdapterError: Unreadable, for another base model, of too high a rank, with an option
+                that is not served, or with a tensor missing, unknown or wrongly shaped.
+        """
+        if self._module is None:
+            self._module = _shapes(self._model_path)
+        adapter = read_adapter(
+            path, self._module, model_path=self._model_path, model_hash=self._model_hash
+        )
+        rank = max(lora.down.shape[0] for lora in adapter.modules.values())
+        if rank > max_rank:
+            raise AdapterError(
+                "adapter's rank is higher than the engine was started for",
+                value=rank,
+                limit=max_rank,
+                remedy="start the engine with a larger max_lora_rank",
+            )
+        return adapter
+
+
+def as_served(lora: LoraWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """lora_A and lora_B as vLLM rounds them: cast, then scaled in place."""
+    up = lora.up.to(dtype)
+    return lora.down.to(dtype), up if lora.scale == 1 else up.clone().mul_(lora.scale)
+
+
+def served_checksums(manager: Any, version: int, specs: Sequence[LoraSpec]) -> dict[str, Any]:
+    """Worker side: checksums of what lies in the buffers of `version`, by module.
+
+    Args:
+        manager: vLLM's LoRA model manager.
+        version: The adapter's id.
+        specs: The modules asked for; one that has no buffers is left out.
+    """
+    slot = manager.lora_index_to_id.index(version)
+    wanted = {_layer_name(name): (name, rank, size) for name, rank, size in specs}
+    found: dict[str, Any] = {}
+    for module_name, module in manager.modules.items():
+        parts = manager.packed_modules.get(module_name, [module_name])
+        # One part may fill several slices of a merged layer, in order.
+        slices = list(zip(module.lora_a_stacked, module.lora_b_stacked, strict=True))
+        for part in parts:
+            spec = wanted.get(_layer_name(part))
+            if spec is None:
+                break
+            name, rank, size = spec
+            downs, ups = _take_slices(slices, slot, rank, size)
+            up = tensor_checksum(torch.cat(ups)) if ups else "not served"
+            sums = {tensor_checksum(down) for down in downs}
+            found[name] = (sums.pop() if len(sums) == 1 else "slices differ", up)
+    return found
+
+
+def _take_slices(
+    slices: list[tuple[Tensor, Tensor]], slot: int, rank: int, size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    downs: list[Tensor] = []
+    ups: list[Tensor] = []
+    while slices and size > 0:
+        down, up = slices.pop(0)
+        downs.append(down[slot, 0, :rank])
+        ups.append(up[slot, 0, :, :rank])
+        size -= up.shape[2]
+    return downs, ups
+
+
+def _layer_name(module_name: str) -> str:
+    """A module's name from its layer's number on: what stands in front differs between the two."""
+    return module_name.rpartition("layers.")[2]
+
+
+def _shapes(model_path: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(model_path)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(f"model has no causal language model: {error}") from error

@@ -1,0 +1,53 @@
+"""What a model folder says about its layers and limits, read without loading weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness_sdk.errors import ConfigError
+
+_ATTENTION = ("full_attention", "attention")
+_RECURRENT = ("linear_attention", "mamba")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a checkpoint's configuration says."""
+
+    model_hash: str
+    vocab_size: int
+    max_positions: int
+    attention_layers: tuple[int, ...]
+    num_state_groups: int
+    """State blocks that a cursor takes: vLLM groups recurrent layers in sets as large as that of
+    the attention layers. 0 without recurrent layers."""
+
+
+def read_facts(model_path: str) -> ModelFacts:
+    """Read a folder's configuration.
+
+    Raises:
+        ConfigError: A layer kind that cannot be served.
+    """
+    from transformers import AutoConfig
+
+    from rollout_service.engine.transformers.model import model_hash
+
+    config: Any = AutoConfig.from_pretrained(model_path).get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {*_ATTENTION, *_RECURRENT})
+    attention = tuple(index for index, kind in enumerate(kinds) if kind in _ATTENTION)
+    if unknown or not attention:
+        raise ConfigError(
+            "layer kinds are not served",
+            value=unknown or kinds,
+            limit=f"{_ATTENTION} with or without {_RECURRENT}",
+        )
+    return ModelFacts(
+        model_hash=model_hash(model_path),
+        vocab_size=int(config.vocab_size),
+        max_positions=int(config.max_position_embeddings),
+        attention_layers=attention,
+        num_state_groups=-(-(len(kinds) - len(attention)) // len(attention)),
+    )

@@ -1,0 +1,295 @@
+"""Scheduler side: which blocks each residency holds, who reads them, and what may be evicted.
+
+Lives in the engine core's process and knows no vLLM class: a block has `block_id` and `ref_cnt`,
+the pool hands blocks out and takes them back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
+
+COPIES_ATTRIBUTE = "octopus_copies"
+"""Where a scheduler output carries a step's `Copies` to the workers."""
+
+
+class Block(Protocol):
+    """A KV page, or a recurrent state's slot, of the pool."""
+
+    block_id: int
+    ref_cnt: int
+
+
+class BlockPool(Protocol):
+    """Where blocks come from."""
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        ...
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Take blocks, each with one reference."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Drop one reference of each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One KV cache group: layers that share a block table."""
+
+    is_recurrent: bool
+    page_rows: int
+    """Rows of a page; meaningless where the group is recurrent."""
+
+
+@dataclass(eq=False, slots=True)
+class Residency:
+    """What a cursor holds in the core."""
+
+    blocks: list[list[Any]]
+    """For each group: a block table over `num_rows`, or the one state block."""
+    num_rows: int
+    num_pins: int = 0
+    is_doomed: bool = False
+    """Released while pinned: goes with its last reader."""
+
+
+@dataclass(slots=True)
+class Copies:
+    """Work for the model runner before the next forward pass."""
+
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    """(group, source block, destination block)."""
+    rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    """(group, source block, first row, destination block, first row, number)."""
+    zeroed: list[tuple[int, int]] = field(default_factory=list)
+    """(group, state block) of runs that begin without a parent but with mounts."""
+
+    def mark(self) -> tuple[int, int, int]:
+        """Where the lists end now."""
+        return len(self.blocks), len(self.rows), len(self.zeroed)
+
+    def undo(self, mark: tuple[int, int, int]) -> None:
+        """Drop what came after `mark`."""
+        del self.blocks[mark[0] :], self.rows[mark[1] :], self.zeroed[mark[2] :]
+
+
+class CursorRegistry:
+    """Residencies by id, least recently used first."""
+
+    def __init__(self, groups: Sequence[Group], pool: BlockPool) -> None:
+        """Register over `pool`; `groups` are the model's KV cache groups in order."""
+        self._groups = list(groups)
+        self._pool = pool
+        self._held: OrderedDict[int, Residency] = OrderedDict()
+        self._evicted: list[int] = []
+        self.copies = Copies()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of an attention page."""
+        return next(group.page_rows for group in self._groups if not group.is_recurrent)
+
+    def missing(self, plan: AttachPlan) -> list[int]:
+        """Residencies that the plan reads and that are gone."""
+        return self.absent(plan.reads())
+
+    def absent(self, residency_ids: Iterable[int]) -> list[int]:
+        """Those of `residency_ids` that are not held."""
+        return [residency_id for residency_id in residency_ids if residency_id not in self._held]
+
+    def pin(self, plan: AttachPlan) -> None:
+        """Keep what the plan reads until `unpin`."""
+        for residency_id in plan.reads():
+            self._held[residency_id].num_pins += 1
+            self._held.move_to_end(residency_id)
+
+    def unpin(self, plan: AttachPlan) -> None:
+        """Undo one `pin`; what was released meanwhile goes now."""
+        for residency_id in plan.reads():
+            residency = self._held[residency_id]
+            residency.num_pins -= 1
+            self._held.move_to_end(residency_id)
+            if residency.is_doomed and not residency.num_pins:
+                self._drop(residency_id)
+
+    def keep(self, residency_id: int, blocks: list[list[Any]], num_rows: int) -> None:
+        """Own a finished request's blocks: no copy, and the running state is the checkpoint."""
+        for group, table in zip(self._groups, blocks, strict=True):
+            num_used = 1 if group.is_recurrent else -(-num_rows // group.page_rows)
+            assert len(table) >= num_used
+            self._pool.free_blocks(reversed(table[num_used:]))
+            del table[num_used:]
+        assert residency_id not in self._held
+        self._held[residency_id] = Residency(blocks, num_rows)
+
+    def release(self, residency_ids: Iterable[int]) -> None:
+        """Drop residencies; pinned ones go with their last reader."""
+        for residency_id in residency_ids:
+            residency = self._held.get(residency_id)
+            if residency is None:
+                continue
+            if residency.num_pins:
+                residency.is_doomed = True
+            else:
+                self._drop(residency_id)
+
+    def evict(self, residency_ids: Iterable[int]) -> list[int]:
+        """Drop the residencies that no request reads; returns which went."""
+        gone = [r for r in residency_ids if r in self._held and not self._held[r].num_pins]
+        for residency_id in gone:
+            self._drop(residency_id)
+        return gone
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evict by least recent use until `num_blocks` are free; False where that cannot be."""
+        while self._pool.get_num_free_blocks() < num_blocks:
+            oldest = next((r for r, held in self._held.items() if not held.num_pins), None)
+            if oldest is None:
+                return False
+            self._evicted.append(oldest)
+            self._drop(oldest)
+        return True
+
+    def take_copies(self) -> Copies:
+        """What the workers must copy before the step being scheduled."""
+        copies, self.copies = self.copies, Copies()
+        return copies
+
+    def take_evicted(self) -> list[int]:
+        """Residencies evicted under pressure since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def num_new_blocks(self, plan: AttachPlan) -> int:
+        """Blocks that `attach` will take from the pool."""
+        count = 0
+        for index, group in enumerate(self._groups):
+            if group.is_recurrent:
+                count += 1
+                continue
+            num_shared = sum(end - begin for begin, end in self._full_pages(plan, group))
+            parent = self._parent(plan)
+            num_shared += parent.num_rows // group.page_rows if parent is not None else 0
+            count += -(-plan.num_rows // group.page_rows) - num_shared
+            assert index < len(self._groups)
+        return count
+
+    def attach(self, plan: AttachPlan) -> list[list[Any]]:
+        """Block tables over everything that the plan shows a new request.
+
+        The index space is `[full mounted pages | the parent's rows | mounted fragments]`: full
+        pages are shared by reference, the parent's partial page and the fragments are copied.
+        A key carries its own rotary position, so the order of rows does not matter.
+        """
+        return [
+            self._attach_state(plan, index)
+            if group.is_recurrent
+            else self._attach_rows(plan, index, group)
+            for index, group in enumerate(self._groups)
+        ]
+
+    def usage(self) -> dict[str, int]:
+        """Residencies held and recurrent states among their blocks."""
+        num_recurrent = sum(group.is_recurrent for group in self._groups)
+        return {"residencies": len(self._held), "states": len(self._held) if num_recurrent else 0}
+
+    def _parent(self, plan: AttachPlan) -> Residency | None:
+        return None if plan.parent is None else self._held[plan.parent]
+
+    def _full_pages(self, plan: AttachPlan, group: Group) -> list[tuple[int, int]]:
+        """For each mounted span the pages `[begin, end)` that lie wholly inside it."""
+        pages = []
+        for span in plan.mounts:
+            begin, end = -(-span.begin // group.page_rows), span.end // group.page_rows
+            pages.append((begin, max(begin, end)))
+        return pages
+
+    def _attach_state(self, plan: AttachPlan, index: int) -> list[Any]:
+        """A private state block: the parent's checkpoint copied, or zero under mounts alone."""
+        parent = self._parent(plan)
+        (block,) = self._pool.get_new_blocks(1)
+        if parent is not None:
+            self.copies.blocks.append((index, parent.blocks[index][0].block_id, block.block_id))
+        else:
+            self.copies.zeroed.append((index, block.block_id))
+        return [block]
+
+    def _attach_rows(self, plan: AttachPlan, index: int, group: Group) -> list[Any]:
+        table: list[Any] = []
+        pieces: list[tuple[list[Any], int, int]] = []
+        for span, (begin, end) in zip(plan.mounts, self._full_pages(plan, group), strict=True):
+            source = self._held[span.residency].blocks[index]
+            table += source[begin:end]
+            pieces += [(source, b, e) for b, e in _fragments(span, begin, end, group.page_rows)]
+        parent = self._parent(plan)
+        num_tail, tail = 0, None
+        if parent is not None:
+            num_full, num_tail = divmod(parent.num_rows, group.page_rows)
+            table += parent.blocks[index][:num_full]
+            tail = parent.blocks[index][num_full] if num_tail else None
+        for block in table:
+            block.ref_cnt += 1
+        num_shared = len(table)
+        fresh = self._pool.get_new_blocks(-(-plan.num_rows // group.page_rows) - num_shared)
+        table += fresh
+        if tail is not None:
+            self.copies.blocks.append((index, tail.block_id, fresh[0].block_id))
+        row = num_shared * group.page_rows + num_tail
+        for source, begin, end in pieces:
+            row = self._copy_rows(index, group.page_rows, source, (begin, end), table, row)
+        assert row == plan.num_rows
+        return table
+
+    def _copy_rows(
+        self,
+        index: int,
+        page: int,
+        source: list[Any],
+        rows: tuple[int, int],
+        table: list[Any],
+        row: int,
+    ) -> int:
+        """Queue a fragment's rows for copying to `row` of `table`; returns the row after them."""
+        begin, end = rows
+        while begin < end:
+            count = min(end - begin, page - begin % page, page - row % page)
+            self.copies.rows.append(
+                (
+                    index,
+                    source[begin // page].block_id,
+                    begin % page,
+                    table[row // page].block_id,
+                    row % page,
+                    count,
+                )
+            )
+            begin += count
+            row += count
+        return row
+
+    def _drop(self, residency_id: int) -> None:
+        residency = self._held.pop(residency_id)
+        for table in residency.blocks:
+            self._pool.free_blocks(reversed(table))
+
+
+def _fragments(span: RowSpan, begin: int, end: int, page: int) -> list[tuple[int, int]]:
+    """Rows of a span outside its full pages `[begin, end)`: at most two runs."""
+    if end <= begin:
+        middle = begin * page
+        if not span.begin < middle < span.end:
+            return [(span.begin, span.end)]
+        return [(span.begin, middle), (middle, span.end)]
+    edges = [(span.begin, begin * page), (end * page, span.end)]
+    return [(first, last) for first, last in edges if first < last]

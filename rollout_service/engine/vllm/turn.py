@@ -1,0 +1,92 @@
+"""One model turn: how it is sampled, when it ends, and the cursor that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness_sdk.errors import InvalidRequest
+from harness_sdk.types import FinishReason, SamplingOptions
+from rollout_service.cursors import Cursor, child_cursor
+from rollout_service.engine.transformers.sampling import check_sampling
+
+_LOWEST_TEMPERATURE = 0.01
+"""vLLM samples below this as if at this."""
+# A visible token holds at least one byte and a character at most four; special tokens hold none.
+_TOKENS_PER_STOP_CHARACTER = 4
+_TOKENS_OF_SLACK = 16
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Turn:
+    """What is to be sampled, and what has been."""
+
+    prompt: Cursor
+    """The generation prompt as a cursor; never shown to anybody."""
+    sampling: SamplingOptions
+    stop_token_ids: frozenset[int]
+    max_tokens: int
+    detokenize: Callable[[Sequence[int]], str] | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    finished: Cursor | None = None
+    """The turn's cursor, once it is resident."""
+
+    def vllm_sampling(self) -> dict[str, Any]:
+        """vLLM's sampling parameters."""
+        options = self.sampling
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "seed": options.seed,
+            "stop_token_ids": sorted(self.stop_token_ids),
+            "logprobs": 0,
+        }
+
+    def take(self, token_id: int, logprob: float) -> None:
+        """Append a sampled token; sets `finish_reason` where it ends the turn."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in self.stop_token_ids or self._stop_string_ends():
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def cursor(self) -> Cursor:
+        """The turn's cursor over what has been sampled."""
+        prompt = self.prompt
+        return child_cursor(
+            prompt.parent,
+            prompt.token_ids + tuple(self.token_ids),
+            mounts=prompt.mounts,
+            policy_version=prompt.policy_version,
+            sampled=prompt.sampled + (True,) * len(self.token_ids),
+            sampled_logprobs=tuple(self.logprobs),
+        )
+
+    def _stop_string_ends(self) -> bool:
+        stops = self.sampling.stop
+        if not stops or self.detokenize is None:
+            return False
+        num_tail = max(map(len, stops)) * _TOKENS_PER_STOP_CHARACTER + _TOKENS_OF_SLACK
+        tail = self.detokenize(self.token_ids[-num_tail:])
+        return any(stop in tail for stop in stops)
+
+
+def check_options(options: SamplingOptions, *, can_detokenize: bool) -> None:
+    """Refuse options that describe no distribution, or one that vLLM does not sample.
+
+    Raises:
+        InvalidRequest: A value out of range, or stop strings without a way to read text.
+    """
+    check_sampling(options, can_detokenize=can_detokenize)
+    if 0 < options.temperature < _LOWEST_TEMPERATURE:
+        raise InvalidRequest(
+            "sampling option temperature out of range",
+            value=options.temperature,
+            limit=f"0 (greedy), or at least {_LOWEST_TEMPERATURE}",
+        )

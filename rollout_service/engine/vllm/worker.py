@@ -1,0 +1,164 @@
+"""vLLM's workers and model runners with cursors: row copies before a step, positions within it.
+
+Runs where the model is; `worker_cls` names the class for the platform.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_service.engine.vllm.lora import served_checksums
+from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
+from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, Copies
+from rollout_service.engine.vllm.rows import PackedRows, RowCopier, StridedRows, copy_blocks
+from rollout_service.engine.vllm.seams import (
+    GPUModelRunner,
+    GPUWorker,
+    adopt,
+    find_seam,
+    is_recurrent,
+    require_attributes,
+)
+
+
+class CursorRunner(GPUModelRunner):
+    """What a model runner does more for requests that carry a plan."""
+
+    def start_cursors(self, copier: RowCopier) -> None:
+        """Check what the methods below read; called once the runner was built."""
+        require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
+        require_attributes(self, "compilation_config", "kv_caches")
+        self._row_copier = copier
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Zero and copy after vLLM zeroed fresh pages, before anything is computed."""
+        result = super()._update_states(scheduler_output)
+        copies = getattr(scheduler_output, COPIES_ATTRIBUTE, None)
+        if copies is not None:
+            for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
+                self._copy_group(index, group, copies)
+        return result
+
+    def _copy_group(self, index: int, group: Any, copies: Copies) -> None:
+        blocks = [copy[1:] for copy in copies.blocks if copy[0] == index]
+        rows = [copy[1:] for copy in copies.rows if copy[0] == index]
+        zeroed = [block for owner, block in copies.zeroed if owner == index]
+        layers = self.compilation_config.static_forward_context
+        for name in group.layer_names if blocks or rows or zeroed else ():
+            cache = layers[name].kv_cache
+            parts = cache if is_recurrent(group.kv_cache_spec) else [cache]
+            for part in parts:
+                copy_blocks(part, self.kv_cache_config.num_blocks, blocks)
+                if zeroed:
+                    part[zeroed] = 0
+            if rows:
+                # Behind the blocks: a fragment's rows follow those of a copied partial page.
+                self._row_copier.copy(cache, group.kv_cache_spec.block_size, rows)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """Turn row indices into rotary positions, once pages have been found by row index."""
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        offsets = self._offsets()
+        if offsets.any():
+            per_token = torch.from_numpy(np.repeat(offsets, num_scheduled_tokens))
+            self.positions[: len(per_token)] += per_token.to(self.positions.device)
+        return result
+
+    def _calc_mrope_positions(self, scheduler_output: Any) -> None:
+        """The same for models with several rotary axes; text moves along all alike."""
+        super()._calc_mrope_positions(scheduler_output)
+        offsets = self._offsets()
+        if offsets.any():
+            counts = [scheduler_output.num_scheduled_tokens[r] for r in self.input_batch.req_ids]
+            per_token = np.repeat(offsets, counts)
+            self.mrope_positions.np[:, : len(per_token)] += per_token
+
+    def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:
+        """Only the new tokens' rows: those in front were computed elsewhere."""
+        found = super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        for request_id, tensors in found.items():
+            plan = self._plan(request_id)
+            if plan is not None and tensors is not None:
+                found[request_id] = type(tensors)(
+                    *(None if t is None else t[plan.num_rows :] for t in tensors)
+                )
+        return found
+
+    def _offsets(self) -> np.ndarray:
+        """Position minus row index of each request of the batch, `[N]`."""
+        plans = [self._plan(request_id) for request_id in self.input_batch.req_ids]
+        return np.array([0 if plan is None else plan.offset for plan in plans], dtype=np.int64)
+
+    def _plan(self, request_id: str) -> AttachPlan | None:
+        params = self.requests[request_id].sampling_params
+        return None if params is None else plan_from_wire(params.extra_args)
+
+
+class LoraReader:
+    """A worker's answer to the host's question about a LoRA version."""
+
+    model_runner: Any
+
+    def octopus_lora_checksums(self, version: int, specs: list[Any]) -> dict[str, Any]:
+        """Checksums of the serving buffers of a version, by module."""
+        require_attributes(self.model_runner, "lora_manager")
+        manager = self.model_runner.lora_manager
+        require_attributes(manager, "_adapter_manager")
+        adapters = manager._adapter_manager
+        require_attributes(adapters, "lora_index_to_id", "modules", "packed_modules")
+        return served_checksums(adapters, version, specs)
+
+
+class CursorGPUWorker(LoraReader, GPUWorker):
+    """The worker of GPUs."""
+
+    def _make_model_runner(self) -> Any:
+        runner = super()._make_model_runner()
+        adopt(runner, CursorRunner)
+        runner.start_cursors(StridedRows())
+        return runner
+
+
+def _cpu_worker() -> type:
+    """The worker of CPUs; its module imports only where vLLM was built for them."""
+    base = find_seam("vllm.v1.worker.cpu_worker:CPUWorker", "init_device")
+    runner_base = find_seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner")
+
+    class CursorCPURunner(CursorRunner, runner_base):
+        """`CursorRunner` over the CPU's."""
+
+    class CursorCPUWorker(LoraReader, base):
+        """The worker of CPUs."""
+
+        def init_device(self) -> None:
+            super().init_device()
+            adopt(self.model_runner, CursorCPURunner)
+            self.model_runner.start_cursors(LayerRows(self.model_runner))
+
+    return CursorCPUWorker
+
+
+class LayerRows:
+    """`PackedRows` for the packing that the model's attention layers chose."""
+
+    def __init__(self, runner: Any) -> None:
+        """Ask `runner`'s layers at the first copy: they are built after the runner."""
+        self._runner = runner
+        self._rows: PackedRows | None = None
+
+    def copy(self, cache: Any, page_rows: int, rows: Any) -> None:
+        """Copy `rows`; see `RowCopier.copy`."""
+        if self._rows is None:
+            layers = self._runner.compilation_config.static_forward_context.values()
+            self._rows = PackedRows(next(layer.isa for layer in layers if hasattr(layer, "isa")))
+        self._rows.copy(cache, page_rows, rows)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CursorCPUWorker":
+        globals()[name] = _cpu_worker()
+        return globals()[name]
+    raise AttributeError(name)

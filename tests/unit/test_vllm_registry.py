@@ -1,0 +1,196 @@
+"""The vLLM engine's block registry, over a pool of its own: no vLLM needed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollout_service.engine.vllm.plan import AttachPlan, RowSpan, plan_from_wire
+from rollout_service.engine.vllm.registry import CursorRegistry, Group
+
+PAGE = 4
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """Hands out blocks in order and checks what comes back."""
+
+    size: int
+    free: list[Block] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = [Block(number) for number in range(self.size)]
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        assert num_blocks <= len(self.free)
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        for block in taken:
+            block.ref_cnt = 1
+        return taken
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if not block.ref_cnt:
+                self.free.append(block)
+
+
+def new_registry(size: int = 64, *, hybrid: bool = True) -> tuple[CursorRegistry, Pool]:
+    pool = Pool(size)
+    groups = [Group(is_recurrent=False, page_rows=PAGE)]
+    if hybrid:
+        groups.append(Group(is_recurrent=True, page_rows=1 << 20))
+    return CursorRegistry(groups, pool), pool
+
+
+def new_plan(parent: int | None, num_rows: int, *mounts: RowSpan) -> AttachPlan:
+    return AttachPlan(parent=parent, mounts=mounts, num_rows=num_rows, offset=0, keep_as=None)
+
+
+def run(registry: CursorRegistry, pool: Pool, plan: AttachPlan, keep_as: int, count: int) -> None:
+    """What the scheduler does with a request that computes `count` rows."""
+    registry.pin(plan)
+    tables = registry.attach(plan)
+    num_rows = plan.num_rows + count
+    tables[0] += pool.get_new_blocks(max(-(-num_rows // PAGE) - len(tables[0]), 0))
+    registry.keep(keep_as, tables, num_rows)
+    registry.unpin(plan)
+
+
+def test_child_shares_full_pages_and_copies_the_partial_one_and_the_state() -> None:
+    registry, pool = new_registry()
+    run(registry, pool, new_plan(None, 0), 1, 10)
+    registry.take_copies()
+    free = pool.get_num_free_blocks()
+    plan = new_plan(1, 10)
+    assert registry.num_new_blocks(plan) == 2
+    registry.pin(plan)
+    pages, states = registry.attach(plan)
+    assert [block.ref_cnt for block in pages] == [2, 2, 1]
+    assert pool.get_num_free_blocks() == free - 2
+    copies = registry.take_copies()
+    assert [copy[0] for copy in copies.blocks] == [0, 1]
+    assert copies.blocks[0][2] == pages[2].block_id
+    assert copies.blocks[1][2] == states[0].block_id
+    assert not copies.rows and not copies.zeroed
+
+
+def test_mounted_full_pages_come_first_and_edges_are_copied_by_row() -> None:
+    registry, pool = new_registry(hybrid=False)
+    run(registry, pool, new_plan(None, 0), 1, 6)
+    run(registry, pool, new_plan(None, 0), 2, 20)
+    mount = RowSpan(residency=2, begin=2, end=15)
+    plan = new_plan(1, 6 + 13, mount)
+    free = pool.get_num_free_blocks()
+    assert registry.num_new_blocks(plan) == 2
+    (table,) = registry.attach(plan)
+    # Pages 1 and 2 of the producer, page 0 of the parent, then its partial page and the edges.
+    assert [block.ref_cnt for block in table] == [2, 2, 2, 1, 1]
+    assert free - pool.get_num_free_blocks() == 2
+    rows = registry.take_copies().rows
+    assert [(row[2], row[4], row[5]) for row in rows] == [(2, 2, 2), (0, 0, 3)]
+    assert [row[3] for row in rows] == [table[3].block_id, table[4].block_id]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 4), (1, 3), (3, 5), (3, 6), (4, 12), (1, 9)])
+def test_every_mounted_row_is_attached_once(begin: int, end: int) -> None:
+    registry, pool = new_registry(hybrid=False)
+    run(registry, pool, new_plan(None, 0), 1, 14)
+    registry.take_copies()
+    source = {block.block_id: index for index, block in enumerate(registry._held[1].blocks[0])}
+    (table,) = registry.attach(
+        new_plan(None, end - begin, RowSpan(residency=1, begin=begin, end=end))
+    )
+    shared = [source[block.block_id] for block in table if block.ref_cnt == 2]
+    rows = [page * PAGE + row for page in shared for row in range(PAGE)]
+    for _, block, first, _, _, count in registry.take_copies().rows:
+        rows += range(source[block] * PAGE + first, source[block] * PAGE + first + count)
+    assert sorted(rows) == list(range(begin, end))
+
+
+def test_release_waits_for_the_last_reader() -> None:
+    registry, pool = new_registry()
+    run(registry, pool, new_plan(None, 0), 1, 8)
+    plan = new_plan(1, 8)
+    registry.pin(plan)
+    registry.release([1])
+    assert registry.evict([1]) == []
+    assert not registry.make_room(1000)
+    assert registry.missing(plan) == []
+    registry.unpin(plan)
+    assert registry.missing(plan) == [1]
+    assert pool.get_num_free_blocks() == pool.size
+
+
+def test_pressure_evicts_the_least_recently_used_and_reports_it() -> None:
+    registry, pool = new_registry(size=8)
+    for residency in (1, 2):
+        run(registry, pool, new_plan(None, 0), residency, 8)
+    registry.pin(new_plan(1, 8))
+    registry.unpin(new_plan(1, 8))
+    assert registry.make_room(3)
+    assert registry.take_evicted() == [2]
+    assert registry.take_evicted() == []
+    assert len(registry) == 1
+
+
+def test_random_use_returns_every_block() -> None:
+    registry, pool = new_registry(size=4000)
+    rng = random.Random(0)
+    rows: dict[int, int] = {}
+    for number in range(1, 300):
+        parent = rng.choice([None, *rows]) if rows else None
+        mounts: list[RowSpan] = []
+        for source in rng.sample(sorted(rows), min(len(rows), rng.randrange(3))):
+            begin = rng.randrange(rows[source])
+            mounts.append(
+                RowSpan(residency=source, begin=begin, end=rng.randint(begin + 1, rows[source]))
+            )
+        num_rows = (rows[parent] if parent else 0) + sum(span.num_rows for span in mounts)
+        plan = new_plan(parent, num_rows, *mounts)
+        free = pool.get_num_free_blocks()
+        expected = registry.num_new_blocks(plan)
+        registry.pin(plan)
+        tables = registry.attach(plan)
+        assert free - pool.get_num_free_blocks() == expected
+        assert len(tables[0]) == -(-num_rows // PAGE)
+        tables[0] += pool.get_new_blocks(-(-(num_rows + 3) // PAGE) - len(tables[0]))
+        registry.keep(number, tables, num_rows + 3)
+        registry.unpin(plan)
+        rows[number] = num_rows + 3
+        if rng.random() < 0.5:
+            gone = rng.choice(sorted(rows))
+            registry.release([gone])
+            del rows[gone]
+        while len(rows) > 12:
+            registry.release([min(rows)])
+            del rows[min(rows)]
+    registry.release(list(rows))
+    assert pool.get_num_free_blocks() == pool.size
+    assert all(block.ref_cnt == 0 for block in pool.free)
+
+
+def test_plan_survives_the_wire() -> None:
+    plan = AttachPlan(
+        parent=3,
+        mounts=(RowSpan(residency=1, begin=2, end=9),),
+        num_rows=20,
+        offset=7,
+        keep_as=5,
+    )
+    assert plan_from_wire({"octopus": plan.to_wire()}) == plan
+    assert plan_from_wire({"other": 1}) is None
+    assert plan_from_wire(None) is None
