@@ -56,6 +56,24 @@ def test_scan_equals_token_loop(delta: bool, lengths: tuple[int, ...]) -> None:
         torch.testing.assert_close(final[row], end, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("delta", [True, False])
+def test_chunk_keeps_float32_precision_through_strong_decays(delta: bool) -> None:
+    torch.manual_seed(0)
+    shape = (1, 64, 4)
+    query, key = (l2_normalised(torch.randn(*shape, 16).double()) for _ in range(2))
+    value, beta = torch.randn(*shape, 16).double(), torch.rand(shape).double()
+    gate = -torch.rand(shape).double() * 0.05
+    gate[:, ::4] *= 600
+    inputs = (query, key, value, gate, beta if delta else None, torch.zeros(1, 4, 16, 16).double())
+    expected, _ = scan(*inputs)
+    q, k, v, g, b, state = (None if each is None else each.float() for each in inputs)
+    assert q is not None and k is not None and v is not None and g is not None
+    assert state is not None
+    found, _ = scan(q, k, v, g, b, state)
+    # 6e-6 where the running sums of the gates, here down to -290, are float32.
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (9, 4)])
 def test_causal_conv_continues_from_its_state(with_bias: bool, lengths: tuple[int, ...]) -> None:

@@ -108,11 +108,12 @@ def _chunk(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Up to CHUNK_TOKENS tokens of each row: `[N, H, C, K]`, `[N, H, C, V]`, `[N, H, C]`."""
-    total = gate.cumsum(-1)
+    # float64: at a running sum of -300, float32 leaves neighbours' differences 3e-5 off.
+    total = gate.double().cumsum(-1)
     later = torch.ones(gate.shape[-1], gate.shape[-1], dtype=torch.bool, device=gate.device)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later.triu(1), float("-inf"))
-    decay = decay.exp()
-    since_start = total.exp().unsqueeze(-1)
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(gate.dtype)
+    decay = decay.masked_fill(later.triu(1), float("-inf")).exp()
+    since_start = total.exp().to(gate.dtype).unsqueeze(-1)
     if beta is not None:
         # u_i + beta_i sum_{j<i} decay_ij (k_i . k_j) u_j = beta_i (v_i - exp(total_i) S^T k_i)
         scaled = key * beta.unsqueeze(-1)
@@ -121,6 +122,6 @@ def _chunk(
         value = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
     within = (query @ key.transpose(-1, -2)) * decay
     output = (query * since_start) @ state + within @ value
-    until_end = (total[..., -1:] - total).exp().unsqueeze(-1)
+    until_end = (total[..., -1:] - total).exp().to(gate.dtype).unsqueeze(-1)
     state = state * since_start[..., -1:, :] + (key * until_end).transpose(-1, -2) @ value
     return output, state
