@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from harness_sdk.control import permits_key, permits_wake_key
+from harness_sdk.control import masked_url, permits_key, permits_wake_key
 from harness_sdk.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1
 """A grant wakes one waiting runner; others look again after this long."""
+_PAUSE_S = 0.2
+_GRACE_S = 2.0
 
 
 class Permits(Protocol):
@@ -49,11 +52,18 @@ class NoPermits:
 
 
 class RedisPermits:
-    """Permits of a run: `granted` by the trainer, `taken` by runners, in one Redis hash."""
+    """Permits of a run: `granted` by the trainer, `taken` by runners, in one Redis hash.
 
-    def __init__(self, client: Any, run: str) -> None:
+    Args:
+        client: Of redis-py, answering text.
+        run: Name of the run.
+        patience_s: How long a call keeps trying while Redis is away.
+    """
+
+    def __init__(self, client: Any, run: str, *, patience_s: float = 60.0) -> None:
         self._client = client
         self._run = run
+        self._patience_s = patience_s
 
     async def take(self) -> None:
         """Wait until fewer groups are taken than granted, and take one.
@@ -75,8 +85,9 @@ class RedisPermits:
             raise
 
     async def give_back(self) -> None:
-        """Count one group less as taken."""
-        await self._call("hincrby", permits_key(self._run), "taken", -1)
+        """Count one group less as taken; soon given up, since a runner that ends calls it."""
+        key = permits_key(self._run)
+        await self._call("hincrby", key, "taken", -1, patience_s=min(_GRACE_S, self._patience_s))
 
     async def counts(self) -> tuple[int, int]:
         """Groups granted and taken since the run began.
@@ -92,18 +103,30 @@ class RedisPermits:
         taken = int(await self._call("hincrby", key, "taken", 1))
         if taken <= int(await self._call("hget", key, "granted") or 0):
             return True
-        await self.give_back()
+        await self._call("hincrby", key, "taken", -1)
         return False
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, *args: Any, patience_s: float | None = None) -> Any:
+        """One command, again after each lost connection.
+
+        A permit taken twice by it is one that the trainer finds lost and grants anew.
+        """
         import redis.exceptions
 
-        try:
-            return await getattr(self._client, name)(*args)
-        except redis.exceptions.ConnectionError as error:
-            raise Unavailable(
-                f"Redis cannot be reached: {error}", remedy="start it, or correct --redis-url"
-            ) from error
+        patience_s = self._patience_s if patience_s is None else patience_s
+        give_up = time.monotonic() + patience_s
+        while True:
+            try:
+                return await getattr(self._client, name)(*args)
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+                if time.monotonic() > give_up:
+                    raise Unavailable(
+                        f"Redis cannot be reached: {error}",
+                        limit=f"{patience_s:g} s",
+                        remedy="start it, or correct --redis-url",
+                    ) from error
+                logger.warning("Redis is away (%s); trying again", error)
+            await asyncio.sleep(_PAUSE_S)
 
 
 def _check_cancelled() -> None:
@@ -115,11 +138,13 @@ def _check_cancelled() -> None:
 
 
 @contextlib.asynccontextmanager
-async def redis_permits(url: str, run: str) -> AsyncGenerator[RedisPermits, None]:
-    """Permits of `run` kept at `url`.
+async def redis_permits(
+    url: str, run: str, *, patience_s: float = 60.0
+) -> AsyncGenerator[RedisPermits, None]:
+    """Permits of `run` kept at `url`; calls outlive an absence of Redis of `patience_s` seconds.
 
     Raises:
-        ConfigError: redis-py is not installed.
+        ConfigError: redis-py is not installed, or the URL is no address.
     """
     try:
         asyncio_redis: Any = importlib.import_module("redis.asyncio")
@@ -127,8 +152,14 @@ async def redis_permits(url: str, run: str) -> AsyncGenerator[RedisPermits, None
         raise ConfigError(
             "permits need redis-py", remedy="pip install 'octopus-agents[rollout]'"
         ) from error
-    client = asyncio_redis.Redis.from_url(url, decode_responses=True)
     try:
-        yield RedisPermits(client, run)
+        client = asyncio_redis.Redis.from_url(url, decode_responses=True)
+    except ValueError as error:
+        raise ConfigError(
+            "not a Redis address", value=masked_url(url), limit="redis://host:port/db",
+            remedy="correct --redis-url",
+        ) from error  # fmt: skip
+    try:
+        yield RedisPermits(client, run, patience_s=patience_s)
     finally:
         await client.aclose()

@@ -14,7 +14,8 @@ import pytest
 
 from harness_sdk import Limits, OctopusClient, SamplingOptions, Thread
 from harness_sdk.agents import Agent, load_agent
-from harness_sdk.cli.embedded import embedded_valkey
+from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
+from harness_sdk.cli.processes import free_port
 from harness_sdk.control import permits_key
 from harness_sdk.errors import ClientClosed, ConfigError, ServiceError, ToolError, Unavailable
 from harness_sdk.permits import redis_permits
@@ -223,6 +224,32 @@ async def test_runner_starts_no_group_beyond_its_permits(
         await task
         assert len(ended) == 3
         assert await redis_client.hget(permits_key("r"), "taken") == b"3"
+
+
+async def test_waiting_for_a_permit_outlives_a_restart_of_redis(tmp_path: Path) -> None:
+    import redis.asyncio
+
+    server = ValkeyServer(tmp_path / "valkey")
+    await server.start()
+    try:
+        async with redis_permits(server.url, "r") as permits, asyncio.timeout(20):
+            taking = asyncio.create_task(permits.take())
+            await asyncio.sleep(0.1)
+            await server.stop()
+            await asyncio.sleep(0.3)
+            await server.start()
+            assert not taking.done()
+            async with redis.asyncio.Redis.from_url(server.url) as client:
+                await client.hset(permits_key("r"), "granted", "1")
+            await taking
+    finally:
+        await server.stop()
+
+
+async def test_redis_that_stays_away_is_told_with_its_remedy() -> None:
+    async with redis_permits(f"redis://127.0.0.1:{free_port()}", "r", patience_s=0) as permits:
+        with pytest.raises(Unavailable, match="--redis-url"):
+            await permits.take()
 
 
 async def test_permit_of_a_group_that_never_opened_is_given_back(
