@@ -19,11 +19,17 @@ from typing import Any, TypeVar
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable
-from harness_sdk.errors import ProtocolError, Unavailable
+from harness_sdk.errors import ConfigError, ProtocolError, ServiceError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 
 log = logging.getLogger(__name__)
@@ -50,14 +56,25 @@ class RedisLink:
     Args:
         url: `redis://` or `rediss://` address.
         patience_s: How long one call keeps trying while the server is away.
+
+    Raises:
+        ConfigError: The URL is no address.
     """
 
     def __init__(self, url: str, *, patience_s: float = 300.0) -> None:
         # Retries are this class's own: after a lost reply the stream must look for what the
         # server believes it delivered.
-        self.client: Any = redis.asyncio.Redis.from_url(
-            url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0
-        )
+        try:
+            self.client: Any = redis.asyncio.Redis.from_url(
+                url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0
+            )
+        except ValueError as error:
+            raise ConfigError(
+                "redis.url is no address",
+                value=control.masked_url(url),
+                limit="redis://host:port/db",
+                remedy=str(error),
+            ) from error
         self.reconnects = 0
         self._patience_s = patience_s
 
@@ -66,6 +83,7 @@ class RedisLink:
 
         Raises:
             Unavailable: The server stayed away for longer than the link's patience.
+            ServiceError: The server refused the command, for want of memory for example.
         """
         give_up = time.monotonic() + self._patience_s
         delay_s = 0.05
@@ -85,6 +103,13 @@ class RedisLink:
                     log.warning("Redis is away (%s); trying again", error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, 2.0)
+            except RedisError as error:
+                raise ServiceError(
+                    "Redis refused a command",
+                    value=f"{type(error).__name__}: {error}",
+                    remedy="see its log and `octopus doctor`; the trainer resumes from its "
+                    "checkpoint",
+                ) from error
 
     async def close(self) -> None:
         """Close the connection."""
@@ -189,16 +214,24 @@ class EpisodeStream:
                 block=max(1, int(block_s * 1000)),
             )
 
-        try:
-            reply = await self._link.call(read)
-        except ResponseError as error:
-            # A server that lost its data lost the group too; `_consumed` and `_recent` keep
-            # what was trained from being trained again.
-            if "NOGROUP" not in str(error):
-                raise
-            await self._link.call(self._create_group)
-            return []
+        reply = await self._in_group(read)
         return reply[0][1] if reply else []
+
+    async def _in_group(self, operation: Callable[[], Awaitable[Any]]) -> Any:
+        """Await `operation`, where needed after making the group anew: a server that lost its data
+        lost the group too. `_consumed` and `_recent` keep what was trained from coming again."""
+
+        async def attempt() -> Any:
+            try:
+                return await operation()
+            except ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                log.warning("Redis lost the consumer group of %s; making it anew", self._key)
+                await self._create_group()
+                return await operation()
+
+        return await self._link.call(attempt)
 
     async def _recovered(self) -> list[_Entry]:
         """Entries that the server delivered and this process has not: after a start, a lost
@@ -220,7 +253,7 @@ class EpisodeStream:
         last = "0"
         while True:
             start = last
-            reply = await self._link.call(
+            reply = await self._in_group(
                 lambda start=start: self._link.client.xreadgroup(
                     self._group, self._consumer, {self._key: start}, count=64
                 )
@@ -234,7 +267,7 @@ class EpisodeStream:
     async def _stale(self) -> list[_Entry]:
         """Takes over what other consumers left; own entries are either held or known suspects."""
         idle_ms = int(self._claim_idle_s * 1000)
-        pending = await self._link.call(
+        pending = await self._in_group(
             lambda: self._link.client.xpending_range(
                 self._key, self._group, min="-", max="+", count=1000, idle=idle_ms
             )
@@ -248,7 +281,7 @@ class EpisodeStream:
     async def _claim(self, entry_ids: list[str], *, idle_ms: int = 0) -> list[_Entry]:
         if not entry_ids:
             return []
-        return await self._link.call(
+        return await self._in_group(
             lambda: self._link.client.xclaim(
                 self._key, self._group, self._consumer, idle_ms, entry_ids
             )
@@ -279,7 +312,7 @@ class EpisodeStream:
 
         The count of deliveries is the server's, so restarts do not start it anew.
         """
-        found = await self._link.call(
+        found = await self._in_group(
             lambda: self._link.client.xpending_range(
                 self._key, self._group, min=entry_id, max=entry_id, count=1
             )

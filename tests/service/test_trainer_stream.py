@@ -13,7 +13,7 @@ import pytest
 
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
-from harness_sdk.errors import Unavailable
+from harness_sdk.errors import ConfigError, ServiceError, Unavailable
 from harness_sdk.record import record_to_bytes
 from tests.records import small_record
 from trainer_service.stream import (
@@ -239,6 +239,37 @@ async def test_server_that_stays_away_is_reported_with_its_remedy(server: Valkey
     with pytest.raises(Unavailable, match=r"redis\.url"):
         await _stream(link).open()
     await link.close()
+
+
+async def test_server_that_lost_its_data_is_joined_anew(link: RedisLink) -> None:
+    ids = await _add(link, "a")
+    stream = _stream(link, claim_idle_s=0.01)
+    await stream.open()
+    assert await _read(stream) == ["a"]
+    await link.client.flushall()
+    await asyncio.sleep(0.02)
+    assert await _read(stream) == []
+    await link.client.flushall()
+    link.reconnects += 1
+    await _add(link, "b")
+    assert await _read(stream) == ["b"]
+    await stream.acknowledge(ids)
+
+
+async def test_command_that_redis_refuses_is_an_error_of_ours(
+    link: RedisLink, tmp_path: Path
+) -> None:
+    (tmp_path / control.ADAPTER_FILE).write_bytes(bytes(control.ADAPTER_CHUNK_BYTES))
+    (tmp_path / control.ADAPTER_CONFIG_FILE).write_text("{}")
+    await link.client.config_set("maxmemory", "1mb")
+    with pytest.raises(ServiceError, match=r"OutOfMemoryError.*doctor"):
+        await upload_adapter(link, RUN, 1, tmp_path)
+
+
+def test_address_that_is_none_is_refused_without_its_password() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url is no address") as error:
+        RedisLink("http://user:secret@host")
+    assert "secret" not in str(error.value)
 
 
 async def test_permits_only_rise_and_wake_the_runner(link: RedisLink) -> None:
