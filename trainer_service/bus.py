@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import aiomqtt
 
@@ -37,15 +37,7 @@ class ControlBus:
     """
 
     def __init__(self, url: str, run: str, *, patience_s: float = 60.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in _SCHEMES or not parts.hostname:
-            raise ConfigError(
-                "not an MQTT address",
-                value=url,
-                limit="mqtt://host:port or mqtts://host:port",
-                remedy="correct mqtt.url",
-            )
-        self._parts = parts
+        self._parts = _address(url)
         self._run = run
         self._replica_topics = control.replica_topic(run, "+")
         self._patience_s = patience_s
@@ -177,3 +169,17 @@ class ControlBus:
                 except ProtocolError as error:
                     log.warning("replica %s sent something else than its state: %s", topic, error)
             self._changed.notify_all()
+
+
+def _address(url: str) -> SplitResult:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        # Looking at a port that is no number raises too.
+        if parts.scheme in _SCHEMES and parts.hostname and parts.port != 0:
+            return parts
+    raise ConfigError(
+        "not an MQTT address",
+        value=control.masked_url(url),
+        limit="mqtt://host:port or mqtts://host:port",
+        remedy="correct mqtt.url",
+    )

@@ -326,3 +326,11 @@ async def test_bus_without_a_broker_says_so() -> None:
             pass
     with pytest.raises(ConfigError, match="mqtt://host:port"):
         ControlBus("tcp://x", RUN)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host", "mqtt://", "mqtt://host:port", "mqtt://host:99999", "mqtt://[::1"]
+)
+def test_address_that_is_none_is_refused_before_anything_waits(url: str) -> None:
+    with pytest.raises(ConfigError, match="not an MQTT address"):
+        ControlBus(url, "r")
