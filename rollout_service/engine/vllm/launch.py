@@ -107,10 +107,13 @@ def launch(
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = _CPU_POOL_BYTES
     if max_adapters:
+        # On CPUs vLLM 0.32.0 adds the last slot's adapter to the base model's tokens wherever they
+        # share a batch with an adapter's (it indexes by -1): one more slot, never filled, adds 0.
+        num_slots = max_adapters + (device == "cpu")
         arguments |= {
             "enable_lora": True,
-            "max_loras": max_adapters,
-            "max_cpu_loras": max_adapters,
+            "max_loras": num_slots,
+            "max_cpu_loras": num_slots,
             "max_lora_rank": max_lora_rank,
         }
     if pool.page_tokens is not None:

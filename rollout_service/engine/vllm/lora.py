@@ -83,6 +83,13 @@ class AdapterReader:
         adapter = read_adapter(
             path, self._module, model_path=self._model_path, model_hash=self._model_hash
         )
+        outside = [name for name in adapter.modules if "layers." not in name]
+        if outside:
+            raise AdapterError(
+                "adapter targets modules outside the decoder layers",
+                value=", ".join(outside),
+                limit="linear modules of decoder layers",
+            )
         rank = max(lora.down.shape[0] for lora in adapter.modules.values())
         if rank > max_rank:
             raise AdapterError(

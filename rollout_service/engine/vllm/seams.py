@@ -113,6 +113,9 @@ GPUModelRunner: Any = find_seam(
     _get_prompt_logprobs_dict="hidden_states num_scheduled_tokens",
 )
 GPUWorker: Any = find_seam("vllm.v1.worker.gpu_worker:Worker", "_make_model_runner")
+LogitsProcessorWithLoRA: Any = find_seam(
+    "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA", "_get_logits"
+)
 AsyncEngineArgs: Any = find_seam(
     "vllm.engine.arg_utils:AsyncEngineArgs",
     "create_engine_config",

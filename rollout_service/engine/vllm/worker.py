@@ -5,6 +5,8 @@ Runs where the model is; `worker_cls` names the class for the platform.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from rollout_service.engine.vllm.rows import PackedRows, RowCopier, StridedRows,
 from rollout_service.engine.vllm.seams import (
     GPUModelRunner,
     GPUWorker,
+    LogitsProcessorWithLoRA,
     adopt,
     find_seam,
     is_recurrent,
@@ -30,7 +33,7 @@ class CursorRunner(GPUModelRunner):
     def start_cursors(self, copier: RowCopier) -> None:
         """Check what the methods below read; called once the runner was built."""
         require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
-        require_attributes(self, "compilation_config", "kv_caches")
+        require_attributes(self, "compilation_config", "num_prompt_logprobs")
         self._row_copier = copier
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -78,7 +81,10 @@ class CursorRunner(GPUModelRunner):
 
     def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:
         """Only the new tokens' rows: those in front were computed elsewhere."""
-        found = super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        if not self.num_prompt_logprobs:
+            return {}
+        with self._plain_head():
+            found = super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
         for request_id, tensors in found.items():
             plan = self._plan(request_id)
             if plan is not None and tensors is not None:
@@ -86,6 +92,21 @@ class CursorRunner(GPUModelRunner):
                     *(None if t is None else t[plan.num_rows :] for t in tensors)
                 )
         return found
+
+    @contextmanager
+    def _plain_head(self) -> Iterator[None]:
+        """Logits of more rows than are sampled, without the adapters' part in the output head.
+
+        vLLM 0.32.0 looks adapters up by sampled row there; ours never target the head.
+        """
+        heads = [m for m in self.get_model().modules() if isinstance(m, LogitsProcessorWithLoRA)]
+        for head in heads:
+            head._get_logits = head.base_layer._get_logits
+        try:
+            yield
+        finally:
+            for head in heads:
+                del head._get_logits
 
     def _offsets(self) -> np.ndarray:
         """Position minus row index of each request of the batch, `[N]`."""
