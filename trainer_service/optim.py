@@ -91,9 +91,18 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, moments: bool = True) -> None:
-        """Take up where `state` left off; without its moments where another loss made them."""
+        """Take up where `state` left off; without its moments where another loss made them.
+
+        The options stay this run's own: PyTorch keeps them in the state as well.
+        """
         if moments:
+            own = [
+                {name: group[name] for name in ("betas", "eps", "weight_decay")}
+                for group in self._adamw.param_groups
+            ]
             self._adamw.load_state_dict(state["adamw"])
+            for group, options in zip(self._adamw.param_groups, own, strict=True):
+                group.update(options)
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]

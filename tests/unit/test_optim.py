@@ -85,6 +85,23 @@ def test_state_continues_bit_for_bit() -> None:
     assert torch.equal(resumed, whole)
 
 
+def test_resumed_run_follows_its_own_options() -> None:
+    before = Optimizer([_parameter()], OptimOptions(lr=0.1))
+    before.parameters[0].grad = torch.ones(3)
+    before.step(loss=1.0)
+    ours, theirs = _parameter(), _parameter()
+    resumed = Optimizer([ours], OptimOptions(lr=0.1, beta1=0.5, eps=1e-3, weight_decay=0.5))
+    state = before.state_dict()
+    resumed.load_state_dict({**state, "adamw": torch_copy(state["adamw"])})
+    reference = torch.optim.AdamW([theirs], lr=0.1)
+    reference.load_state_dict(torch_copy(before.state_dict()["adamw"]))
+    reference.param_groups[0].update(betas=(0.5, 0.999), eps=1e-3, weight_decay=0.5)
+    ours.grad, theirs.grad = torch.full((3,), 0.1), torch.full((3,), 0.1)
+    resumed.step(loss=1.0)
+    reference.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
 def test_optimizer_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora\.targets"):
         Optimizer([], OptimOptions())
