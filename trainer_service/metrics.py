@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,26 @@ def report(path: Path, step: int, values: Mapping[str, float], **labels: str) ->
     """
     line: dict[str, Any] = {"step": step, "time_s": time.time(), **labels}
     line.update({name: float(value) for name, value in sorted(values.items())})
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with path.open("a+b") as file:
+        if file.tell() and _last_byte(file) != b"\n":
+            # A process that was killed left half a line.
+            file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")
     parts = [f"{label} {values[name]:{form}}" for label, name, form in _SUMMARY if name in values]
     log.info("step %d: %s", step, ", ".join(parts), extra={"step": step, **labels})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, a torn last one left out."""
+    """The lines of a metrics file, torn ones left out."""
     lines = []
     for text in path.read_text("utf-8").splitlines():
         try:
             lines.append(json.loads(text))
         except ValueError:
-            break
+            continue
     return lines
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
