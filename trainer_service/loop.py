@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from harness_sdk._cancellation import end
 from harness_sdk.errors import ConfigError, EngineError
-from harness_sdk.record import EpisodeRecord, record_from_bytes
+from harness_sdk.record import EpisodeRecord, Node, record_from_bytes
 from harness_sdk.types import StopReason
 from trainer_service.bus import ControlBus
 from trainer_service.config import TrainerConfig
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """After a stop, what Redis and the broker still get to finish; a restart catches up with it."""
+
+_MAX_VERSION = 2**62
 
 T = TypeVar("T")
 
@@ -273,16 +276,30 @@ def parse_record(data: bytes) -> EpisodeRecord:
 
     Raises:
         ProtocolError: The bytes are no record.
-        ValueError: They are one that makes no sense: nodes, mounts, rewards, stop reason.
+        ValueError: They are one that makes no sense: nodes, tokens, log-probabilities, mounts,
+            rewards, stop reason.
     """
     record = record_from_bytes(data)
     StopReason(record.stop_reason)
     if record.reward is not None and not 0.0 <= record.reward <= 1.0:
         raise ValueError(f"reward {record.reward}; allowed: [0, 1]")
+    for node in record.nodes:
+        _check_values(node)
     # An episode that failed before its first token is data too; it is dropped by its cause.
     if record.num_tokens:
         pack_episodes([record])
     return record
+
+
+def _check_values(node: Node) -> None:
+    """Refuse what would end the step, and with it every later attempt at the same entry."""
+    if min(node.token_ids, default=0) < 0:
+        raise ValueError(f"token {min(node.token_ids)} in node {node.node_id}; allowed: from 0")
+    numbers = (*node.sampled_logprobs, node.temperature)
+    if node.temperature < 0 or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"log-probabilities or temperature of node {node.node_id} are not finite")
+    if node.policy_version > _MAX_VERSION:
+        raise ValueError(f"policy version {node.policy_version}; allowed: up to {_MAX_VERSION}")
 
 
 @contextlib.contextmanager

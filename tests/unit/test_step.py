@@ -177,6 +177,10 @@ def test_episodes_are_never_cut_and_strips_stay_below_the_bound(
         ({"reward": float("nan")}, "nan"),
         ({"nodes": (replace(small_record("a").nodes[0], parent=7),)}, "parent"),
         ({"nodes": (replace(small_record("a").nodes[0], sampled=(True,)),)}, "add up"),
+        ({"nodes": small_record("a", token_ids=(1, 2, -3, 4)).nodes}, "token -3"),
+        ({"nodes": small_record("a", logprob=float("nan")).nodes}, "not finite"),
+        ({"nodes": (replace(small_record("a").nodes[0], temperature=-1.0),)}, "temperature"),
+        ({"nodes": small_record("a", policy_version=2**63).nodes}, "policy version"),
     ],
 )
 def test_record_that_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> None:
