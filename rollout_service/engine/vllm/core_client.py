@@ -85,6 +85,8 @@ class CoreClient:
             ResourceExhausted: The pool cannot hold the request beside what is read.
             EngineError: The engine process failed.
         """
+        if plan.num_rows + len(prompt) >= self._llm.model_config.max_model_len:
+            raise self._no_room()
         params = self._seams.SamplingParams(
             extra_args={EXTRA_ARG: plan.to_wire()},
             detokenize=False,
@@ -99,7 +101,7 @@ class CoreClient:
             f"octopus-{next(self._numbers)}",
             lora_request=lora,
         )
-        is_over = False
+        is_over, num_sampled = False, 0
         try:
             async for raw in stream:
                 is_over = raw.finished
@@ -107,6 +109,10 @@ class CoreClient:
                 output = _output(raw)
                 if output.finish_reason in ("error", "abort"):
                     await self._raise_cause(plan)
+                num_sampled += len(output.token_ids)
+                if output.finish_reason == "length" and num_sampled < sampling["max_tokens"]:
+                    await self.command("release", [] if plan.keep_as is None else [plan.keep_as])
+                    raise self._no_room()
                 yield output
         except (ResidencyMissing, ResourceExhausted):
             raise
@@ -168,7 +174,10 @@ class CoreClient:
         missing = await self.command("missing", plan.reads())
         if missing:
             raise ResidencyMissing(missing)
-        raise ResourceExhausted(
+        raise self._no_room()
+
+    def _no_room(self) -> ResourceExhausted:
+        return ResourceExhausted(
             "no room for more tokens: running requests read all that is resident",
             value=f"{self.use.num_rows} tokens in use",
             limit=f"{self.use.total * self.use.page_rows} tokens",

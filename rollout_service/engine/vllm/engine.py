@@ -120,6 +120,7 @@ class VllmEngine:
                 page_tokens=None if facts.num_state_groups else self._page_tokens,
                 num_state_blocks=facts.num_state_groups * self._max_states,
             ),
+            max_positions=facts.max_positions,
             max_num_seqs=self._max_num_seqs,
             max_adapters=self._max_adapters,
             max_lora_rank=self._max_lora_rank,

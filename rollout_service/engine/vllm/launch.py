@@ -5,17 +5,20 @@ vLLM is imported here at the earliest in `launch`, after the environment that it
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _PACKAGE = "rollout_service.engine.vllm"
 _STUBS = Path(__file__).parent / "stubs"
+POOL_KEY = "octopus"
+"""Where vLLM's `additional_config` carries the pool to the workers."""
 _CPU_POOL_BYTES = 1 << 30
 """Where nothing else is asked for: left alone, vLLM takes most of the machine's memory."""
 _NULL_BLOCKS = 1
@@ -42,6 +45,19 @@ class Pool:
     num_state_blocks: int = 0
     """Blocks for recurrent states beside the pages."""
 
+    def num_bytes(self, specs: Sequence[tuple[bool, int, int]]) -> int:
+        """Bytes of the blocks for `max_tokens` and the states.
+
+        Args:
+            specs: For each layer whether it is recurrent, rows and bytes of a page.
+        """
+        assert self.max_tokens is not None
+        attention = [spec for spec in specs if not spec[0]]
+        page_rows, page_bytes = attention[0][1], max(spec[2] for spec in specs)
+        num_blocks = -(-self.max_tokens // page_rows) + self.num_state_blocks + _NULL_BLOCKS
+        # Layers of a group share block numbers, so a block has a page in each of them.
+        return num_blocks * len(attention) * page_bytes
+
 
 def prepare_environment() -> None:
     """Set what vLLM and its engine process read when they are imported; what is set stays."""
@@ -60,6 +76,7 @@ def launch(
     device: str,
     dtype: str,
     pool: Pool,
+    max_positions: int,
     max_num_seqs: int,
     max_adapters: int,
     max_lora_rank: int,
@@ -73,6 +90,7 @@ def launch(
         device: cpu or cuda.
         dtype: Of weights and K/V.
         pool: How much stays resident.
+        max_positions: Longest context of the model.
         max_num_seqs: Requests computed at once.
         max_adapters: LoRA versions beside the base model; 0 serves the base model alone.
         max_lora_rank: Highest rank among them.
@@ -118,13 +136,11 @@ def launch(
         }
     if pool.page_tokens is not None:
         arguments["block_size"] = pool.page_tokens
-    config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
     if pool.max_tokens is not None:
-        # Only now is the page size known: a hybrid's is set by its recurrent state's size.
-        num_pages = -(-pool.max_tokens // config.cache_config.block_size)
-        config.cache_config.num_gpu_blocks_override = (
-            num_pages + pool.num_state_blocks + _NULL_BLOCKS
-        )
+        # The page size is known in the worker alone: a hybrid's follows its recurrent state's.
+        arguments["additional_config"] = {POOL_KEY: dataclasses.asdict(pool)}
+        arguments["max_model_len"] = min(pool.max_tokens, max_positions)
+    config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )

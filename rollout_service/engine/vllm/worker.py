@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_service.engine.vllm.launch import POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
 from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, Copies
@@ -118,10 +119,21 @@ class CursorRunner(GPUModelRunner):
         return None if params is None else plan_from_wire(params.extra_args)
 
 
-class LoraReader:
-    """A worker's answer to the host's question about a LoRA version."""
+class CursorWorker:
+    """What a worker does more than vLLM's, on every platform."""
 
     model_runner: Any
+    vllm_config: Any
+
+    def octopus_pool_bytes(self) -> int | None:
+        """Bytes of the pool that was asked for; None where memory sets it."""
+        pool = (self.vllm_config.additional_config or {}).get(POOL_KEY)
+        if pool is None:
+            return None
+        specs = self.model_runner.get_kv_cache_spec().values()
+        return Pool(**pool).num_bytes(
+            [(is_recurrent(spec), spec.block_size, spec.page_size_bytes) for spec in specs]
+        )
 
     def octopus_lora_checksums(self, version: int, specs: list[Any]) -> dict[str, Any]:
         """Checksums of the serving buffers of a version, by module."""
@@ -133,7 +145,7 @@ class LoraReader:
         return served_checksums(adapters, version, specs)
 
 
-class CursorGPUWorker(LoraReader, GPUWorker):
+class CursorGPUWorker(CursorWorker, GPUWorker):
     """The worker of GPUs."""
 
     def _make_model_runner(self) -> Any:
@@ -141,6 +153,12 @@ class CursorGPUWorker(LoraReader, GPUWorker):
         adopt(runner, CursorRunner)
         runner.start_cursors(StridedRows())
         return runner
+
+    def determine_available_memory(self) -> int:
+        """The pool that was asked for, where memory allows it."""
+        available = super().determine_available_memory()
+        asked = self.octopus_pool_bytes()
+        return available if asked is None else min(available, asked)
 
 
 def _cpu_worker() -> type:
@@ -151,13 +169,18 @@ def _cpu_worker() -> type:
     class CursorCPURunner(CursorRunner, runner_base):
         """`CursorRunner` over the CPU's."""
 
-    class CursorCPUWorker(LoraReader, base):
+    class CursorCPUWorker(CursorWorker, base):
         """The worker of CPUs."""
 
         def init_device(self) -> None:
             super().init_device()
             adopt(self.model_runner, CursorCPURunner)
             self.model_runner.start_cursors(LayerRows(self.model_runner))
+
+        def determine_available_memory(self) -> int:
+            """The pool that was asked for: vLLM-CPU's own figure is a share of all memory."""
+            available = super().determine_available_memory()
+            return self.octopus_pool_bytes() or available
 
     return CursorCPUWorker
 
