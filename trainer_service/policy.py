@@ -10,6 +10,7 @@ from typing import Any
 
 import peft
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -90,17 +91,13 @@ class Policy:
             activation_checkpointing: Keep one activation per layer and compute the rest again.
 
         Raises:
-            ConfigError: An unknown dtype, architecture or LoRA target.
+            ConfigError: No model in the folder, or an unknown dtype, device, architecture or LoRA
+                target.
             AdapterError: The stored adapter does not fit.
         """
         if dtype not in _DTYPES:
             raise ConfigError("unknown dtype", value=dtype, limit=", ".join(_DTYPES))
-        # Grouped matrix products of experts know no float64.
-        experts = {"experts_implementation": "eager"} if dtype == "float64" else {}
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(model_path), dtype=_DTYPES[dtype], **experts
-        )
-        model = model.to(device).eval()
+        model = _load_model(Path(model_path), dtype, device)
         if activation_checkpointing:
             # Renamed in transformers 5.24; the first argument is the same.
             new_name = getattr(model, "activation_checkpointing_enable", None)
@@ -212,3 +209,25 @@ class Policy:
                 "the policy trains all weights", remedy="give lora options to Policy.load"
             )
         return self._adapter
+
+
+def _load_model(folder: Path, dtype: str, device: str) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            "no model there",
+            value=folder,
+            limit="a Hugging Face folder with config.json",
+            remedy="correct model.path",
+        )
+    # Grouped matrix products of experts know no float64.
+    experts = {"experts_implementation": "eager"} if dtype == "float64" else {}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=_DTYPES[dtype], local_files_only=True, **experts
+        )
+        return model.to(device).eval()
+    # Without CUDA in it, PyTorch asserts.
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+        raise ConfigError(
+            f"the model cannot be loaded on {device}", value=folder, remedy=str(error)
+        ) from error

@@ -235,3 +235,13 @@ def test_model_hash_follows_the_files(tmp_path: Path) -> None:
     assert model_hash(str(first)) == model_hash(str(same)) != model_hash(str(other))
     (same / "README.md").write_text("not part of the model")
     assert model_hash(str(first)) == model_hash(str(same))
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])
+async def test_folder_that_holds_no_whole_model_is_refused_by_name(
+    tmp_path: Path, damage: str
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    (folder / damage).write_text("{}")
+    with pytest.raises(ConfigError, match=f"cannot be loaded on cpu; got {folder}"):
+        await TransformersEngine(str(folder)).start()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
@@ -41,12 +42,12 @@ class StripModel:
                 attention layers of a hybrid, a middle quarter otherwise (design.md section 4).
 
         Raises:
-            ConfigError: A layer kind, dtype or mount layer that cannot be served.
+            ConfigError: No model there, or a device, layer kind, dtype or mount layer that cannot
+                be served.
         """
         self.device = torch.device(device)
         self.dtype = _dtype(dtype)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype)
-        self.module: Any = loaded.to(self.device).eval().requires_grad_(False)
+        self.module: Any = _load_model(path, self.dtype, self.device).requires_grad_(False)
         self.module.set_attn_implementation(_ATTENTION)
         self.config: Any = self.module.config.get_text_config()
         self._decoder: Any = self.module.get_decoder()
@@ -188,6 +189,20 @@ def _hash_files(files: tuple[tuple[str, int, int], ...]) -> str:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def _load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        return loaded.to(device).eval()
+    # Without CUDA in it, PyTorch asserts.
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+        raise ConfigError(
+            f"the model cannot be loaded on {device}",
+            value=path,
+            limit="a Hugging Face folder",
+            remedy=str(error),
+        ) from error
 
 
 def _dtype(name: str) -> torch.dtype:
