@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +48,21 @@ def load_agent(folder: Path) -> Agent:
     relative imports work; the files of any other folder import each other by their plain names.
 
     Raises:
-        ConfigError: There is no agent.py, or a function is missing.
+        ConfigError: There is no agent.py, it cannot be imported, or a function is missing.
     """
     path = folder.resolve() / "agent.py"
     if not path.is_file():
         raise ConfigError(
             "no agent there", value=folder, limit="a folder with agent.py", remedy="check the path"
         )
-    module = _import(path)
+    try:
+        module = _import(path)
+    except Exception as error:
+        raise ConfigError(
+            "agent.py cannot be imported",
+            value=f"{type(error).__name__}: {error}",
+            remedy=f"see {_place(error, path)}",
+        ) from error
     for name in ("tasks", "run", "score"):
         if not callable(getattr(module, name, None)):
             raise ConfigError(
@@ -112,6 +120,15 @@ async def outcome(agent: Agent, task: Task, answer: str) -> float:
     """The score of `answer`."""
     y = agent.score(task, answer)
     return float(await y if inspect.isawaitable(y) else y)
+
+
+def _place(error: Exception, path: Path) -> str:
+    """File and line of the folder's own code that raised `error`."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(path.parent)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else str(path)
 
 
 def _import(path: Path) -> ModuleType:

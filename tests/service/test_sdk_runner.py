@@ -132,6 +132,8 @@ async def test_agent_folder_brings_its_limits_and_sampling(folder: Path) -> None
         (None, "folder with agent.py"),
         ("def tasks(): ...\nasync def run(t, k): ...\n", r"does not define score\(\)"),
         ("def tasks(): ...\ndef run(t, k): ...\ndef score(k, a): ...\n", "not async"),
+        ("x = (\n", r"imported; got SyntaxError.*agent\.py:1"),
+        ("\nimport no_such_module\n", r"imported; got ModuleNotFoundError.*agent\.py:2"),
     ],
 )
 def test_folder_that_is_no_agent_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
