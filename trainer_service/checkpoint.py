@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from harness_sdk.errors import ConfigError
+from harness_sdk.errors import ConfigError, ResourceExhausted
 
 _ADAPTER, _STATE, _TENSORS = "adapter", "state.json", "optimizer.pt"
 _PARTIAL = ".partial-"
@@ -92,13 +93,25 @@ class CheckpointStore:
             save_adapter: Writes the PEFT files into the folder it is given.
             state: Plain data.
             optimizer: State dict of tensors and plain data.
+
+        Raises:
+            ResourceExhausted: It cannot be written; the earlier ones stand.
         """
         partial = self._folder / f"{_PARTIAL}{number}"
-        partial.mkdir()
-        save_adapter(partial / _ADAPTER)
-        torch.save({"optimizer": optimizer, "random": _random_state()}, partial / _TENSORS)
-        (partial / _STATE).write_text(json.dumps(state), "utf-8")
-        sync_tree(partial)
+        try:
+            partial.mkdir()
+            save_adapter(partial / _ADAPTER)
+            torch.save({"optimizer": optimizer, "random": _random_state()}, partial / _TENSORS)
+            (partial / _STATE).write_text(json.dumps(state), "utf-8")
+            sync_tree(partial)
+        # A full disk is a RuntimeError to torch, and one of its own to safetensors.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise ResourceExhausted(
+                f"checkpoint {number} cannot be written",
+                value=f"{self._folder}: {error}",
+                limit=f"{shutil.disk_usage(self._folder).free >> 20} MiB free",
+                remedy="make room and start the trainer again: it resumes from the one before",
+            ) from error
         folder = self._folder / f"{number:08d}"
         partial.rename(folder)
         _sync(self._folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,8 +52,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HarnessError as error:
         sys.stderr.write(f"octopus {args.command}: {error}\n")
         return 1
+    except BrokenPipeError:
+        # Whoever read the output has gone; the interpreter would stumble over it once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        logging.getLogger(__name__).debug("the command failed", exc_info=error)
+        sys.stderr.write(f"octopus {args.command}: {_file_error(error)}\n")
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _file_error(error: OSError) -> HarnessError:
+    """A file or folder that was named and cannot be used, as one of our errors."""
+    if error.filename is None:
+        return HarnessError(str(error), remedy="check the disk's room and the machine's limits")
+    return HarnessError(
+        f"{error.strerror or type(error).__name__}",
+        value=os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename,
+        remedy="check the path, its permissions and the room on its disk",
+    )
 
 
 def _sentence(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -149,6 +150,45 @@ async def test_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
             assert await process.wait() == 128 + signal.SIGTERM
     finally:
         await stop(process, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model.path", "no/such/model"), "no model there; got no/such/model"),
+        (("--model.path", "MODEL", "--batch.records", "no-file"), "directory; got no-file"),
+        (("--model.path", "MODEL", "--run-folder", "FILE"), "check the path"),
+        (("--model.path", "MODEL", "--redis.url", "http://h", "--objective", "dag_grpo"), "redis"),
+    ],
+)
+def test_what_cannot_be_used_is_named_without_a_traceback(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    named = [{"MODEL": model, "FILE": file}.get(flag, flag) for flag in flags]
+    shown = _run("--objective", "sft", "--run-folder", tmp_path / "runs", *named, code=1)
+    assert said in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_full_disk_ends_with_the_checkpoints_that_there_are(model: Path, tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    write_records(records, [small_record(f"e{number}") for number in range(8)])
+    flags = ["--objective", "sft", "--model.path", model, "--batch.records", records]
+    words = [*TRAINER, *map(str, flags), "--run-folder", str(tmp_path / "runs")]
+    # Files of at most 8 KiB: what a full disk does to the adapter.
+    shown = subprocess.run(
+        ["sh", "-c", f"ulimit -f 16; exec {shlex.join(words)}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert shown.returncode == 1
+    assert "checkpoint 1 cannot be written" in shown.stderr
+    assert "Traceback" not in shown.stderr
+    _run(*flags, "--run-folder", tmp_path / "runs")
+    run = tmp_path / "runs" / "default"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["00000001"]
+    assert (run / "adapters" / "1" / control.ADAPTER_FILE).is_file()
 
 
 def test_servers_that_are_not_there_are_named(model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness_sdk.errors import ConfigError
+from harness_sdk.errors import ConfigError, ResourceExhausted
 from trainer_service.checkpoint import CheckpointStore, copy_durably
 
 
@@ -48,7 +48,7 @@ def test_checkpoint_that_failed_halfway_is_no_checkpoint(tmp_path: Path) -> None
         folder.mkdir()
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ResourceExhausted, match=r"no space.*make room"):
         store.save(2, save_adapter=full_disk, state={}, optimizer={})
     again = CheckpointStore(tmp_path, keep=2)
     found = again.newest()
