@@ -14,8 +14,12 @@ import grpc
 
 from harness_sdk import _wire
 from harness_sdk.errors import HarnessError
+from harness_sdk.options import RetryPolicy
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1 import rollout_pb2_grpc as rpc
+
+FAST = RetryPolicy(max_attempts=3, initial_backoff_s=0.01, max_backoff_s=0.02)
+"""Retries that a test waits for."""
 
 BUDGET = pb.Budget(tokens_left=1000, turns_left=10, threads_left=5)
 

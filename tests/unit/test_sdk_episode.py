@@ -1,0 +1,191 @@
+"""Episodes against a scripted gRPC server: how they close, fail, and are admitted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from harness_sdk import (
+    Limits,
+    OctopusClient,
+    StopReason,
+    Timeouts,
+)
+from harness_sdk.errors import (
+    Cancelled,
+    ClientClosed,
+    DeadlineExceeded,
+    EpisodeNotFound,
+    InvalidRequest,
+)
+from tests.unit.scripted_server import Hang, ScriptedServer, until
+
+
+async def test_leaving_closes_the_episode_and_its_threads(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    async with client.episode(task_id="t", group_id="g", limits=Limits(max_turns=3)) as episode:
+        root = episode.root
+        assert episode.policy_version == 4
+    assert episode.result is not None
+    assert episode.result.stop_reason is StopReason.DONE
+    (opened,) = server.of("OpenEpisode")
+    assert (opened.task_id, opened.group_id, opened.limits.max_turns) == ("t", "g", 3)
+    (closed,) = server.of("CloseEpisode")
+    assert (closed.error_kind, closed.HasField("reward")) == ("", False)
+    with pytest.raises(ClientClosed, match="inside its episode"):
+        await root.generate("late")
+    await until(lambda: not server.open_episodes)
+
+
+async def test_reward_travels_with_close_and_is_sent_once(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    async with client.episode() as episode:
+        with pytest.raises(InvalidRequest, match="0 to 1"):
+            await episode.close(reward=1.5)
+        result = await episode.close(reward=0.0)
+        assert result.entry_id == "1-0"
+        with pytest.raises(ClientClosed):
+            await episode.close(reward=1.0)
+    (closed,) = server.of("CloseEpisode")
+    assert closed.HasField("reward")
+    assert closed.reward == 0.0
+
+
+async def test_error_inside_closes_the_episode_as_failed(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    with pytest.raises(KeyError):
+        async with client.episode():
+            raise KeyError("the agent's own fault")
+    (closed,) = server.of("CloseEpisode")
+    assert closed.error_kind == "ToolError"
+    assert "the agent's own fault" in closed.error_message
+
+
+async def test_cancellation_inside_closes_the_episode_as_cancelled(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    server.turns["root"] = [Hang()]
+
+    async def agent() -> None:
+        async with client.episode() as episode:
+            await episode.root.generate("x")
+
+    task = asyncio.create_task(agent())
+    await until(lambda: server.of("Generate"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (closed,) = server.of("CloseEpisode")
+    assert closed.error_kind == "Cancelled"
+    assert server.cancelled_calls == ["Generate root"]
+    await until(lambda: not server.open_episodes)
+
+
+async def test_leaving_cancels_the_tasks_still_running(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    server.turns["a"] = [Hang()]
+    async with client.episode() as episode:
+        child = (await episode.root.fork({"a": "x"}))["a"]
+        task = child.spawn(child.generate())
+        await until(lambda: server.of("Generate"))
+    assert task.cancelled()
+    assert server.cancelled_calls == ["Generate a"]
+    assert server.of("CloseEpisode")[0].error_kind == ""
+
+
+async def test_first_failure_of_a_task_fails_the_episode_and_the_rest_is_noted(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    async def fail(message: str) -> None:
+        try:
+            await asyncio.sleep(0.01 if message == "first" else 5)
+        finally:
+            raise LookupError(message)
+
+    with pytest.raises(LookupError, match="first") as caught:
+        async with client.episode() as episode:
+            episode.spawn(fail("first"))
+            episode.spawn(fail("second"))
+            await asyncio.sleep(5)
+    assert caught.value.__notes__ == ["also failed: LookupError: second"]
+    assert "first" in server.of("CloseEpisode")[0].error_message
+
+
+async def test_task_spawned_while_the_episode_falls_is_refused_without_a_trace(
+    client: OctopusClient,
+) -> None:
+    refused: list[BaseException] = []
+
+    async def nothing() -> None:
+        return None
+
+    with pytest.raises(LookupError, match="first"):
+        async with client.episode() as episode:
+
+            async def late() -> None:
+                try:
+                    await asyncio.sleep(5)
+                finally:
+                    try:
+                        episode.spawn(nothing())
+                    except Cancelled as error:
+                        refused.append(error)
+
+            async def fail() -> None:
+                raise LookupError("first")
+
+            episode.spawn(late())
+            await asyncio.sleep(0)
+            episode.spawn(fail())
+            await asyncio.sleep(5)
+    assert len(refused) == 1
+
+
+async def test_episode_closed_by_the_service_is_told_as_such(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    with pytest.raises(EpisodeNotFound, match="engine_error"):
+        async with client.episode() as episode:
+            server.drop_episode.set()
+            await until(lambda: not server.open_episodes)
+            await asyncio.sleep(0.05)
+            await episode.root.generate("x")
+    assert server.of("CloseEpisode") == []
+
+
+async def test_waiting_for_admission_is_told(server: ScriptedServer, client: OctopusClient) -> None:
+    server.hold_admission_s = 0.05
+    told: list[int] = []
+    async with client.episode(on_queued=lambda event: told.append(event.ahead)):
+        pass
+    assert told == [3]
+
+
+async def test_admission_has_its_deadline(server: ScriptedServer, address: str) -> None:
+    server.hold_admission_s = 30
+    timeouts = Timeouts(admission_s=0.1)
+    async with OctopusClient.connect(address, timeouts=timeouts) as client:
+        with pytest.raises(DeadlineExceeded, match="not admitted"):
+            async with client.episode():
+                pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"primitives": ("clone",)}, "clone"),
+        ({"version_policy": "newest"}, "keep, refresh"),
+        ({"limits": Limits(max_threads=0)}, "leave `fork` out"),
+        ({"limits": Limits(thread_budget=-5)}, "-5"),
+    ],
+)
+async def test_wrong_episode_option_is_refused_before_it_is_sent(
+    client: OctopusClient, options: dict, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        client.episode(**options)
