@@ -123,6 +123,16 @@ class StreamFeed:
         """Since the run began."""
         return sum(self._collector.dropped_groups.values())
 
+    @property
+    def num_lost(self) -> int:
+        """Of those, the ones of which no episode came."""
+        return self._collector.dropped_groups["lost"]
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for episodes or for a step."""
+        return self._collector.num_waiting
+
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
         """Read until a batch is whole; see `Feed`."""
         self._busy_at = time.monotonic()
@@ -161,7 +171,7 @@ class StreamFeed:
         return self._collector.dropped_episodes + self._stream.dropped
 
     def drop_lost(self, num_groups: int) -> None:
-        """Count groups of which no episode will come."""
+        """Count groups of which no episode will come; a negative number takes some back."""
         self._collector.dropped_groups["lost"] += num_groups
 
     async def _read(self) -> None:

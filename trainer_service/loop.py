@@ -190,9 +190,22 @@ class _Loop:
         """Permits for groups: those consumed and dropped, and as many as the lag lets run ahead."""
         if self._link is None or not self._config.needs_groups:
             return
+        await self._find_lost()
         ahead = (1 + self._config.max_policy_lag) * self._config.batch.groups_per_step
         granted = self._run.progress.num_groups + self._num_dropped_groups + ahead
         await self._unless_stopped(grant_permits(self._link, self._config.run, granted))
+
+    async def _find_lost(self) -> None:
+        """Groups that were counted as lost and came after all would raise the lead for good."""
+        if not isinstance(self._feed, StreamFeed) or not self._feed.num_lost or self._link is None:
+            return
+        _, taken = await permits(self._link, self._config.run)
+        here = self._run.progress.num_groups + self._feed.num_dropped_groups
+        found = min(here + self._feed.num_waiting - taken, self._feed.num_lost)
+        if found > 0:
+            log.info("%d groups that seemed lost came after all", found)
+            self._feed.drop_lost(-found)
+            self._num_dropped_groups = self._feed.num_dropped_groups
 
     async def _on_dropped(self, num_dropped_groups: int) -> None:
         self._num_dropped_groups = num_dropped_groups
