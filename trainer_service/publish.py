@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
-from harness_sdk.errors import AdapterError, Unavailable
+from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from trainer_service.bus import ControlBus, Replicas
 from trainer_service.config import TrainerConfig
 from trainer_service.stream import RedisLink, delete_adapter, upload_adapter
@@ -84,6 +84,7 @@ class Publisher:
 
         Raises:
             AdapterError: A replica refused the version, or serves something else.
+            ConfigError: One serves a version that this run folder never made.
             Unavailable: Fewer than `min_replicas` serve it in time.
         """
         begin = time.monotonic()
@@ -103,11 +104,22 @@ class Publisher:
 
         Raises:
             AdapterError: One refused it or serves something else.
+            ConfigError: One serves a version that this run folder never made.
         """
-        if self._served is None:
-            return
+        newest = self._served.version if self._served is not None else 0
         for state in self._bus.replicas.values():
-            if state.alive:
+            if not state.alive:
+                continue
+            # Versions only rise: a folder that was lost or removed would begin anew at 1.
+            if max(state.versions, default=0) > newest:
+                raise ConfigError(
+                    f"replica {state.replica_id} serves a later version of run {self._config.run}"
+                    " than its folder holds",
+                    value=max(state.versions),
+                    limit=f"up to {newest}",
+                    remedy=f"restore {self._config.folder}, or use a new run name",
+                )
+            if self._served is not None:
                 verify(state, self._served, self._config.probe_tolerance)
 
     async def _announce(

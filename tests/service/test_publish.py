@@ -328,6 +328,24 @@ async def test_bus_without_a_broker_says_so() -> None:
         ControlBus("tcp://x", RUN)
 
 
+async def test_replica_that_is_ahead_of_the_run_folder_stops_the_trainer(
+    broker: str, link: RedisLink, tmp_path: Path
+) -> None:
+    def ahead(announcement: PolicyAnnouncement) -> ReplicaState:
+        error = "adapter 1 is not newer than what serves"
+        return replace(_good(announcement), versions=(0, 46), error=error, error_version=1)
+
+    async with ControlBus(broker, RUN) as bus, _replica(broker, ahead):
+        await _until_known(bus, "replica-0")
+        publisher = Publisher(_config(), link, bus)
+        publisher.check()
+        with pytest.raises(ConfigError, match=r"got 46; allowed: up to 1; restore.*new run name"):
+            await publisher.publish(_served(tmp_path / "a"))
+        # A trainer that starts from an empty folder sees it before its first step.
+        with pytest.raises(ConfigError, match="up to 0"):
+            Publisher(_config(), link, bus).check()
+
+
 @pytest.mark.parametrize(
     "url", ["http://host", "mqtt://", "mqtt://host:port", "mqtt://host:99999", "mqtt://[::1"]
 )
