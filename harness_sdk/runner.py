@@ -224,7 +224,16 @@ class Runner:
         found = _outcome(group, episode, reward, failure, seconds)
         if reward is None or self._agent.metrics is None:
             return found
-        return replace(found, metrics=self._agent.metrics(task, found.answer))
+        return replace(found, metrics=self._metrics(task, found.answer))
+
+    def _metrics(self, task: Task, answer: str) -> Mapping[str, float]:
+        """The agent's own; a fault in them costs no episode, for its record is sent already."""
+        assert self._agent.metrics is not None
+        try:
+            return dict(self._agent.metrics(task, answer))
+        except Exception:
+            logger.warning("the agent's metrics failed for task %s", task_id(task), exc_info=True)
+            return {}
 
     def _count_failure(self, error: Exception) -> None:
         self._failures += 1

@@ -40,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
     agent = configured_agent(args.agent, config)
+    if args.json is not None:
+        # Hours of episodes must not end at a folder that is not there.
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     groups = asyncio.run(_evaluate(config, agent))
     summary = summarise(groups)
     sys.stdout.write("\n".join(summary.lines()) + "\n")

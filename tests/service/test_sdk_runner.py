@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,20 @@ async def test_failed_episode_is_an_outcome_and_a_record_not_a_crash(
     assert (summary.accuracy, summary.tasks, summary.failed) == (1.0, 1, {"ToolError": 2})
 
 
+async def test_metrics_that_fail_cost_no_episode(
+    client: OctopusClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(task: Any, answer: str) -> dict[str, float]:
+        return {"length": 1.0 / (task["id"] == "b")}
+
+    groups = await Runner(
+        [client], replace(agent(say), metrics=broken), RunOptions(group_size=1)
+    ).run()
+    assert [group.rewards for group in groups] == [[1.0], [1.0]]
+    assert [group.episodes[0].metrics for group in groups] == [{}, {"length": 1.0}]
+    assert "metrics failed for task a" in caplog.text
+
+
 async def test_policy_failure_scores_zero_and_is_no_failure(
     service: Running, client: OctopusClient
 ) -> None:
@@ -292,7 +307,7 @@ async def octopus(*words: str) -> asyncio.subprocess.Process:
 async def test_eval_command_scores_each_task_once_and_writes_figures(
     service: Running, folder: Path, tmp_path: Path
 ) -> None:
-    figures = tmp_path / "figures.json"
+    figures = tmp_path / "made" / "figures.json"
     process = await octopus(
         "eval", str(folder), "--address", service.address, "--json", str(figures)
     )
