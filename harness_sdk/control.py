@@ -52,6 +52,11 @@ def adapter_chunk_key(run: str, version: int, index: int) -> str:
     return f"{adapter_key(run, version)}:chunk:{index}"
 
 
+def trainer_key(run: str) -> str:
+    """Redis value: id of the run folder that trains the run, and where it is."""
+    return f"octopus:{run}:trainer"
+
+
 def permits_key(run: str) -> str:
     """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`."""
     return f"octopus:{run}:permits"

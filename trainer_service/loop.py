@@ -8,34 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from harness_sdk._cancellation import end
-from harness_sdk.errors import ConfigError, EngineError
-from harness_sdk.record import EpisodeRecord, Node, record_from_bytes
-from harness_sdk.types import StopReason
+from harness_sdk.errors import EngineError
 from trainer_service.bus import ControlBus
 from trainer_service.config import TrainerConfig
-from trainer_service.dag import pack_episodes
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
 from trainer_service.groups import GroupAssembler
 from trainer_service.metrics import report
+from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
+from trainer_service.run_folder import identity, locked
 from trainer_service.run_state import Progress, RunState, probe_tokens
 from trainer_service.step import StepResult, train_step
-from trainer_service.stream import EpisodeStream, RedisLink, grant_permits, permits
+from trainer_service.stream import EpisodeStream, RedisLink, claim_run, grant_permits, permits
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """After a stop, what Redis and the broker still get to finish; a restart catches up with it."""
-
-_MAX_VERSION = 2**62
 
 T = TypeVar("T")
 
@@ -55,7 +50,7 @@ async def train(config: TrainerConfig, stop: asyncio.Event) -> Progress:
     for name in ("checkpoints", "adapters"):
         (config.folder / name).mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(_locked(config.folder))
+        stack.enter_context(locked(config.folder))
         run = await asyncio.to_thread(RunState.load, config)
         link = bus = None
         if config.batch.records is None or config.publishes:
@@ -90,6 +85,10 @@ class _Loop:
 
     async def run(self) -> Progress:
         """Step until the end."""
+        if self._link is not None:
+            owner, place = await asyncio.to_thread(identity, self._config.folder)
+            claiming = claim_run(self._link, self._config.run, owner, place)
+            await self._unless_stopped(claiming)
         if isinstance(self._feed, StreamFeed):
             await self._unless_stopped(self._feed.open())
             self._num_dropped_groups = self._feed.num_dropped_groups
@@ -284,37 +283,6 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
         await end(task)
 
 
-def parse_record(data: bytes) -> EpisodeRecord:
-    """A record that a step can be made of.
-
-    Raises:
-        ProtocolError: The bytes are no record.
-        ValueError: They are one that makes no sense: nodes, tokens, log-probabilities, mounts,
-            rewards, stop reason.
-    """
-    record = record_from_bytes(data)
-    StopReason(record.stop_reason)
-    if record.reward is not None and not 0.0 <= record.reward <= 1.0:
-        raise ValueError(f"reward {record.reward}; allowed: [0, 1]")
-    for node in record.nodes:
-        _check_values(node)
-    # An episode that failed before its first token is data too; it is dropped by its cause.
-    if record.num_tokens:
-        pack_episodes([record])
-    return record
-
-
-def _check_values(node: Node) -> None:
-    """Refuse what would end the step, and with it every later attempt at the same entry."""
-    if min(node.token_ids, default=0) < 0:
-        raise ValueError(f"token {min(node.token_ids)} in node {node.node_id}; allowed: from 0")
-    numbers = (*node.sampled_logprobs, node.temperature)
-    if node.temperature < 0 or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"log-probabilities or temperature of node {node.node_id} are not finite")
-    if node.policy_version > _MAX_VERSION:
-        raise ValueError(f"policy version {node.policy_version}; allowed: up to {_MAX_VERSION}")
-
-
 @contextlib.contextmanager
 def _timed(values: dict[str, float], name: str) -> Iterator[None]:
     begin = time.monotonic()
@@ -322,20 +290,3 @@ def _timed(values: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         values[name] = time.monotonic() - begin
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the run folder: two trainers of one run would train every episode twice."""
-    import fcntl
-
-    with (folder / "trainer.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                "another trainer works in this run's folder",
-                value=folder,
-                remedy="stop it, or use another run name",
-            ) from error
-        yield

@@ -340,6 +340,35 @@ class EpisodeStream:
             del self._recent[next(iter(self._recent))]
 
 
+async def claim_run(link: RedisLink, run: str, owner: str, place: str) -> None:
+    """Bind a run to the run folder `owner`: what a checkpoint has consumed is known there alone.
+
+    Args:
+        link: Connection.
+        run: Run name.
+        owner: Id of the folder.
+        place: Where it is, for people.
+
+    Raises:
+        ConfigError: Another folder trains the run.
+    """
+    key = control.trainer_key(run)
+
+    async def claim() -> bytes:
+        await link.client.set(key, f"{owner} {place}", nx=True)
+        return await link.client.get(key)
+
+    found, _, found_place = (await link.call(claim)).decode().partition(" ")
+    if found != owner:
+        raise ConfigError(
+            f"another run folder trains run {run}",
+            value=place,
+            limit=found_place,
+            remedy=f"train in that folder, or use a new run name; if it is gone for good, the "
+            f"keys octopus:{run}:* of Redis belong to it",
+        )
+
+
 async def grant_permits(link: RedisLink, run: str, granted: int) -> None:
     """Allow `granted` groups in all since the run began; a lower number changes nothing."""
     key, wake = control.permits_key(run), control.permits_wake_key(run)

@@ -287,6 +287,21 @@ async def _add(link: RedisLink, *records: EpisodeRecord) -> None:
         await link.client.xadd(control.episodes_key("r"), fields)
 
 
+async def test_second_folder_of_a_run_is_refused_and_a_moved_one_goes_on(
+    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+) -> None:
+    first = _stream_config(tmp_path / "first", model, "r", server.url)
+    ended = asyncio.Event()
+    ended.set()
+    await train(first, ended)
+    second = _stream_config(tmp_path / "second", model, "r", server.url)
+    with pytest.raises(ConfigError, match=rf"another run folder.*{first.folder}.*new run name"):
+        await train(second, asyncio.Event())
+    first.run_folder.rename(tmp_path / "moved")
+    await train(_stream_config(tmp_path / "moved", model, "r", server.url), ended)
+    await train(_stream_config(tmp_path / "second", model, "other", server.url), ended)
+
+
 async def test_redis_restart_between_steps_loses_nothing(
     tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
 ) -> None:

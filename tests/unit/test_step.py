@@ -18,8 +18,8 @@ from tests.tiny_models import save_tiny_model
 from trainer_service.config import OBJECTIVE_NAMES, TrainerConfig
 from trainer_service.feed import Batch
 from trainer_service.groups import Group, Scored
-from trainer_service.loop import parse_record
 from trainer_service.optim import Optimizer
+from trainer_service.parsing import parse_record
 from trainer_service.policy import LoraOptions, Policy
 from trainer_service.run_state import probe_tokens
 from trainer_service.step import split_episodes, train_step
