@@ -24,6 +24,8 @@ from harness_sdk.rpc.v1 import rollout_pb2 as pb
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
+_MAX_PORT = 65_535
+
 # A connection whose peer answers no ping is given up: that is how a silent `wait` ends when the
 # service's machine is gone.
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -175,10 +177,9 @@ async def open_channel(
     """A channel to `address`; it connects with the first call.
 
     Raises:
-        ConfigError: The address is empty or a TLS file cannot be read.
+        ConfigError: The address is no host and port, or a TLS file cannot be read.
     """
-    if not address or address.isspace():
-        raise ConfigError("the address is empty", remedy='give "host:port"')
+    _check_address(address)
     options = [
         *_CLIENT_OPTIONS,
         ("grpc.max_send_message_length", max_message_bytes),
@@ -190,6 +191,22 @@ async def open_channel(
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
     named = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
     return grpc.aio.secure_channel(address, credentials, [*options, *named])
+
+
+def _check_address(address: str) -> None:
+    """gRPC takes 443 where no port is given, and a port past 65535 modulo 65536."""
+    if not address or address.isspace():
+        raise ConfigError("the address is empty", remedy='give "host:port"')
+    target = address.removeprefix("dns:///")
+    host, _, port = target.rpartition(":")
+    is_port = port.isdecimal() and 0 < int(port) <= _MAX_PORT
+    if not host or not is_port or "://" in target:
+        raise ConfigError(
+            "the address is not a host and a port",
+            value=address,
+            limit=f"host:port, ports 1 to {_MAX_PORT}, without a scheme",
+            remedy="give it as `octopus up` and `octopus rollout` print it",
+        )
 
 
 async def _pem(path: str | None) -> bytes | None:

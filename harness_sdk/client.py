@@ -9,7 +9,7 @@ from types import TracebackType
 from harness_sdk import _channel, _wire
 from harness_sdk._channel import Rpc
 from harness_sdk.episode import Episode, QueuedEvent, episode_options
-from harness_sdk.errors import ClientClosed, ProtocolError
+from harness_sdk.errors import ClientClosed, ProtocolError, Unavailable
 from harness_sdk.options import RetryPolicy, Timeouts, TlsOptions
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.types import PRIMITIVES, Limits, SamplingOptions, ServerInfo, ServerStatus
@@ -184,7 +184,16 @@ class OctopusClient:
         request = pb.ConnectRequest(
             protocol_version=_wire.PROTOCOL_VERSION, client=f"harness_sdk {_release()}"
         )
-        reply = await rpc.unary(_channel.CONNECT, request, self._timeouts.connect_s)
+        try:
+            reply = await rpc.unary(_channel.CONNECT, request, self._timeouts.connect_s)
+        except Unavailable as error:
+            if error.value:
+                raise
+            raise Unavailable(
+                "the rollout service cannot be reached",
+                value=f"{self.address}: {error.message}",
+                remedy="start it with `octopus up`, or give the address that it prints",
+            ) from error
         if reply.protocol_version != _wire.PROTOCOL_VERSION:
             raise ProtocolError(
                 "the service speaks another protocol version",

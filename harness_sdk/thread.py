@@ -16,11 +16,11 @@ from collections.abc import (
 )
 from typing import Any, TypeVar, cast
 
-from harness_sdk import _channel, _wire
+from harness_sdk import _channel, _requests, _wire
 from harness_sdk._calls import Calls, Finish
 from harness_sdk._channel import Q, R
 from harness_sdk._session import Session
-from harness_sdk.errors import Cancelled, InvalidRequest, ProtocolError, ThreadEnded
+from harness_sdk.errors import Cancelled, ProtocolError, ThreadEnded
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.tools import Tool, tool_schema
 from harness_sdk.types import (
@@ -151,7 +151,9 @@ class Thread:
         Leaving the loop early cancels the turn; use `contextlib.aclosing` to cancel it at once.
         """
         request = pb.GenerateRequest(
-            messages=[_wire.message_to_proto(message) for message in as_messages(messages)],
+            messages=[
+                _wire.message_to_proto(message) for message in _requests.as_messages(messages)
+            ],
             tools_json=_tools_json(tools),
             sampling=_wire.sampling_to_proto(sampling or self._session.sampling),
             demonstration=demonstration,
@@ -186,7 +188,7 @@ class Thread:
         Raises:
             BudgetExhausted: Too many threads, too deep, or a budget does not allow it.
         """
-        branches = dict(branches)
+        branches = _requests.sub_tasks(branches)
         request = pb.ForkRequest(
             branches=[
                 pb.Branch(thread_id=name, prompt=prompt) for name, prompt in branches.items()
@@ -211,7 +213,7 @@ class Thread:
         Raises:
             StepNotFound: No such step on the surviving path.
         """
-        request = pb.RewindRequest(step=_step("step", step), note=note)
+        request = pb.RewindRequest(step=_requests.step_number("step", step), note=note)
 
         async def send() -> pb.RewindReply:
             reply = await self._unary(_channel.REWIND, request)
@@ -243,11 +245,11 @@ class Thread:
             InvalidRequest: The range is empty, or the thread reads itself.
         """
         source = self._resolve(branch)
-        first, last = steps
+        first, last = _requests.step_range(steps)
         request = pb.ReadThreadRequest(
             branch=source,
-            first_step=_step("first step", first),
-            last_step=_step("last step", last),
+            first_step=first,
+            last_step=last,
             tool_call_id=tool_call_id,
         )
 
@@ -289,7 +291,9 @@ class Thread:
 
     async def done(self, answer: str, evidence: str = "") -> None:
         """End the thread with its answer; the root's is the episode's."""
-        request = pb.DoneRequest(answer=answer, evidence=evidence)
+        request = pb.DoneRequest(
+            answer=_requests.text("answer", answer), evidence=_requests.text("evidence", evidence)
+        )
 
         async def send() -> None:
             reply = await self._unary(_channel.DONE, request)
@@ -459,15 +463,6 @@ class Thread:
         return branch if child is None else child.thread_id
 
 
-def as_messages(messages: Messages) -> list[Message]:
-    """`messages` as a list, text as user messages."""
-    given = [messages] if isinstance(messages, str | Message) else messages
-    return [
-        Message(role="user", content=message) if isinstance(message, str) else message
-        for message in given
-    ]
-
-
 async def _exhaust(events: Callable[[], AsyncGenerator[TokenDelta | Turn, None]]) -> None:
     async for _ in events():
         pass
@@ -488,9 +483,3 @@ def _delta(proto: pb.TokenDelta) -> TokenDelta:
         sampled_logprobs=tuple(proto.logprobs),
         text=proto.text,
     )
-
-
-def _step(name: str, value: int) -> int:
-    if value < 0:
-        raise InvalidRequest(f"the {name} is negative", value=value, limit="0 or more")
-    return value

@@ -51,9 +51,16 @@ class Tool:
         Description and arguments' descriptions come from its docstring (`Args:` in Google form).
 
         Raises:
-            ConfigError: An argument has no type hint, one that JSON cannot express, or is
-                positional-only, `*args` or `**kwargs`.
+            ConfigError: It is no function, or an argument has no type hint, one that JSON cannot
+                express, or is positional-only, `*args` or `**kwargs`.
         """
+        given: object = function
+        if not callable(given):
+            raise ConfigError(
+                "a tool is neither a function nor a Tool",
+                value=f"{type(given).__name__} {given!r:.100}",
+                remedy="give the function itself, not its name",
+            )
         tool_name = name or getattr(function, "__name__", "")
         if not tool_name.isidentifier():
             raise ConfigError(

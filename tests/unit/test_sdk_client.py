@@ -43,14 +43,17 @@ async def test_token_is_sent_and_a_wrong_one_refused(server: ScriptedServer, add
 
 
 async def test_unreachable_service_is_unavailable_after_the_retries() -> None:
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: .*octopus up"):
         async with OctopusClient.connect("127.0.0.1:1", retry=FAST):
             pass
 
 
-async def test_empty_address_is_refused() -> None:
+@pytest.mark.parametrize(
+    "wrong", ["", "localhost", "localhost:", ":7040", "127.0.0.1:99999", "http://127.0.0.1:7040"]
+)
+async def test_address_that_is_no_host_and_port_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):
-        async with OctopusClient.connect(""):
+        async with OctopusClient.connect(wrong):
             pass
 
 
