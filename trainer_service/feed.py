@@ -65,6 +65,7 @@ class Collector(Protocol):
     dropped_groups: Counter[str]
 
     def add(self, entry_id: str, record: EpisodeRecord, now_s: float) -> None: ...
+    def overdue(self, now_s: float) -> list[str]: ...
     def expire(self, now_s: float) -> None: ...
     def take(self, num_groups: int, version: int) -> list[Group] | None: ...
     def pop_finished_entries(self) -> list[str]: ...
@@ -136,6 +137,9 @@ class StreamFeed:
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
         """Read until a batch is whole; see `Feed`."""
         self._busy_at = time.monotonic()
+        # A step may outlast a deadline: what came meanwhile is in time.
+        while self._collector.overdue(time.monotonic()) and await self._read(block_s=0.0):
+            pass
         while not stopped():
             self._collector.expire(time.monotonic())
             groups = self._collector.take(self._num_groups, version)
@@ -145,7 +149,7 @@ class StreamFeed:
             if groups is not None:
                 self._consuming += [e.entry_id for group in groups for e in group.episodes]
                 return Batch(groups=tuple(groups))
-            await self._read()
+            await self._read(block_s=READ_BLOCK_S)
         return None
 
     def state(self) -> dict[str, Any]:
@@ -174,8 +178,9 @@ class StreamFeed:
         """Count groups of which no episode will come; a negative number takes some back."""
         self._collector.dropped_groups["lost"] += num_groups
 
-    async def _read(self) -> None:
-        deliveries = await self._stream.read(max_entries=NUM_READ, block_s=READ_BLOCK_S)
+    async def _read(self, *, block_s: float) -> bool:
+        """Take what the stream has, and whether it had anything."""
+        deliveries = await self._stream.read(max_entries=NUM_READ, block_s=block_s)
         now_s = time.monotonic()
         for delivery in deliveries:
             self._collector.add(delivery.entry_id, delivery.record, now_s)
@@ -184,6 +189,7 @@ class StreamFeed:
         elif now_s - self._busy_at >= self._idle_s:
             self._busy_at = now_s
             await self._on_idle(self._collector.num_waiting)
+        return bool(deliveries)
 
 
 class Demonstrations:
@@ -219,6 +225,10 @@ class Demonstrations:
             return
         episode = Scored.of(entry_id, record)
         self._ready.append(Group(group_id=record.group_id, episodes=(episode,)))
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Nothing waits here."""
+        return []
 
     def expire(self, now_s: float) -> None:
         """Nothing waits here."""

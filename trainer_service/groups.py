@@ -135,14 +135,17 @@ class GroupAssembler:
         if len(group.finished) + len(group.failed) >= self._group_size:
             self._close(record.group_id)
 
-    def expire(self, now_s: float) -> None:
-        """Close the groups whose deadline has passed."""
-        late = [
+    def overdue(self, now_s: float) -> list[str]:
+        """Ids of the groups whose deadline has passed."""
+        return [
             group_id
             for group_id, group in self._open.items()
             if now_s - group.first_s >= self._deadline_s
         ]
-        for group_id in late:
+
+    def expire(self, now_s: float) -> None:
+        """Close the groups whose deadline has passed."""
+        for group_id in self.overdue(now_s):
             self._close(group_id)
 
     def take(self, num_groups: int, version: int) -> list[Group] | None:

@@ -16,6 +16,8 @@ from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.errors import ConfigError, ServiceError, Unavailable
 from harness_sdk.record import record_to_bytes
 from tests.records import small_record
+from trainer_service.feed import StreamFeed
+from trainer_service.groups import GroupAssembler
 from trainer_service.stream import (
     EpisodeStream,
     RedisLink,
@@ -231,6 +233,25 @@ async def test_reader_that_swallows_its_cancellation_stops(link: RedisLink) -> N
     async with asyncio.timeout(5):
         with pytest.raises(asyncio.CancelledError):
             await reading
+
+
+async def test_group_that_is_whole_by_the_end_of_a_long_step_is_in_time(link: RedisLink) -> None:
+    async def ignore(number: int) -> None:
+        del number
+
+    groups = GroupAssembler(group_size=2, min_group=2, deadline_s=0.2, max_policy_lag=None)
+    feed = StreamFeed(
+        _stream(link), groups, num_groups=1, state={}, on_dropped=ignore, idle_s=60, on_idle=ignore
+    )
+    await feed.open()
+    await _add(link, "a")
+    assert await feed.next(0, lambda: groups.num_open > 0) is None
+    # The other half of the group comes while a step takes longer than the deadline.
+    await _add(link, "b")
+    await asyncio.sleep(0.25)
+    batch = await feed.next(0, lambda: False)
+    assert batch is not None
+    assert [episode.record.episode_id for episode in batch.episodes] == ["a", "b"]
 
 
 async def test_server_that_stays_away_is_reported_with_its_remedy(server: ValkeyServer) -> None:
