@@ -72,6 +72,14 @@ def load_agent(folder: Path) -> Agent:
             )
     if not inspect.iscoroutinefunction(module.run):
         raise ConfigError("run() of agent.py is not async", value=path, remedy="async def run")
+    for name, kind in (("LIMITS", Limits), ("SAMPLING", SamplingOptions)):
+        given = getattr(module, name, None)
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(
+                f"{name} of agent.py is of another type",
+                value=f"{type(given).__name__} in {path}",
+                limit=f"harness_sdk.{kind.__name__}",
+            )
     return Agent(
         name=folder.resolve().name,
         tasks=module.tasks,

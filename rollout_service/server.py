@@ -354,7 +354,7 @@ def _no_token(given: bool) -> AuthError:
     return AuthError(
         "the bearer token is wrong" if given else "the call carries no bearer token",
         limit="the service's token",
-        remedy="connect with the token that the service was started with",
+        remedy="give it as connect(token=...), --token or OCTOPUS_TOKEN",
     )
 
 

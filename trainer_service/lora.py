@@ -95,14 +95,14 @@ def _stored_form(tensor: torch.Tensor) -> torch.Tensor:
 
 def _restore(model: peft.PeftModel, config: peft.LoraConfig, folder: Path) -> None:
     stored: Any = peft.LoraConfig.from_pretrained(str(folder))
-    wanted = (config.r, config.lora_alpha, set(config.target_modules or ()))
-    found = (stored.r, stored.lora_alpha, set(stored.target_modules or ()))
+    wanted = (config.r, config.lora_alpha, sorted(config.target_modules or ()))
+    found = (stored.r, stored.lora_alpha, sorted(stored.target_modules or ()))
     if wanted != found:
         raise AdapterError(
             "the stored adapter is another one",
             value=f"rank, alpha, modules {found}",
             limit=str(wanted),
-            remedy="resume with the options that it was trained with",
+            remedy="resume with the model and options that it was trained with, or name a new run",
         )
     tensors = peft.load_peft_weights(str(folder), device="cpu")
     expected = adapter_tensors(model)
@@ -118,5 +118,6 @@ def _restore(model: peft.PeftModel, config: peft.LoraConfig, folder: Path) -> No
             "the stored adapter does not fit the model",
             value=", ".join(wrong[:5]),
             limit=f"{len(expected)} tensors",
+            remedy="resume with the model that it was trained on, or name a new run",
         )
     peft.set_peft_model_state_dict(model, tensors)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
     agent = configured_agent(args.agent, config)
+    # As Ctrl-C: what --model started ends in order, its records stored.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     asyncio.run(_run(config, agent))
     return 0
 

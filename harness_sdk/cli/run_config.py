@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from harness_sdk.errors import ConfigError
 from harness_sdk.types import PRIMITIVES
@@ -87,7 +87,7 @@ class RunConfig(AgentConfig):
     """`octopus run`."""
 
     group_size: int = Field(default=8, ge=1)
-    """Episodes of one task that are compared with each other."""
+    """Episodes of one task that are compared with each other, as the trainer's batch.group-size."""
     groups: int | None = Field(default=None, ge=0)
     """Groups to run: none passes over the tasks once, 0 goes on until Ctrl-C."""
     run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
@@ -104,6 +104,16 @@ class RunConfig(AgentConfig):
     """Settings of the rollout service that model starts, as --rollout.engine.max-tokens 65536."""
     trainer: dict[str, Any] = {}
     """Settings of the trainer that model starts, as --trainer.optim.lr 1e-4."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.model is not None and self.address:
+            raise ConfigError(
+                "model starts services here, address names running ones",
+                value=f"model {self.model} and address {', '.join(self.address)}",
+                remedy="give one of them",
+            )
+        return self
 
 
 class EvalConfig(AgentConfig):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_LOG_TAIL_BYTES = 2000
+_LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 8000, 3, 600
 _RESTART_PAUSE_S = 0.2
 
 
@@ -238,6 +238,9 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tail(path: Path) -> str:
+    """The last lines of a log, each cut to what a screen holds; progress bars left out."""
     with contextlib.suppress(OSError):
-        return path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        lines = path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").splitlines()
+        told = [line[:_LOG_LINE_CHARS] for line in lines if line.strip() and "it/s]" not in line]
+        return "\n".join(["", *told[-_LOG_TAIL_LINES:]])
     return ""

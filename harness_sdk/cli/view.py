@@ -25,8 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECORDS",
         help="a records file, as `octopus trees --records` writes it",
     )
-    parser.add_argument("--redis", metavar="URL", help="read the episode stream instead of a file")
-    parser.add_argument("--run", metavar="NAME", help="run whose stream to read; with --redis")
+    parser.add_argument(
+        "--redis-url", "--redis", dest="redis", metavar="URL",
+        help="read the episode stream instead of a file",
+    )  # fmt: skip
+    parser.add_argument("--run", metavar="NAME", help="run whose stream to read; with --redis-url")
     parser.add_argument(
         "--episode",
         default="last",
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "an episode comes from a records file or from a stream",
             value="both" if args.records else "neither",
-            remedy="give RECORDS, or --redis URL --run NAME",
+            remedy="give RECORDS, or --redis-url URL --run NAME",
         )
     if args.redis is not None and args.run is None:
         raise ConfigError("a stream belongs to a run", value="no --run", remedy="give --run NAME")
@@ -82,6 +85,13 @@ def pick(records: Iterator[EpisodeRecord], wanted: str) -> EpisodeRecord:
         count, last = count + 1, record
     if wanted == "last" and last is not None:
         return last
+    if not count:
+        raise EpisodeNotFound(
+            "no such episode",
+            value=wanted,
+            limit="0 episodes so far",
+            remedy="check the name",
+        )
     raise EpisodeNotFound(
         "no such episode", value=wanted, limit=f"{count} episodes: an id, 0 to {count - 1}, or last"
     )

@@ -133,6 +133,10 @@ async def test_agent_folder_brings_its_limits_and_sampling(folder: Path) -> None
         (None, "folder with agent.py"),
         ("def tasks(): ...\nasync def run(t, k): ...\n", r"does not define score\(\)"),
         ("def tasks(): ...\ndef run(t, k): ...\ndef score(k, a): ...\n", "not async"),
+        (
+            "SAMPLING = {}\ndef tasks(): ...\nasync def run(t, k): ...\ndef score(k, a): ...\n",
+            r"SAMPLING .*got dict .*harness_sdk\.SamplingOptions",
+        ),
         ("x = (\n", r"imported; got SyntaxError.*agent\.py:1"),
         ("\nimport no_such_module\n", r"imported; got ModuleNotFoundError.*agent\.py:2"),
     ],
@@ -334,14 +338,17 @@ async def test_run_command_prints_groups_and_a_summary(service: Running, folder:
     assert len(service.records.written) == 10
 
 
-async def test_run_command_stops_cleanly_at_ctrl_c(service: Running, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_run_command_stops_cleanly_at_a_signal(
+    service: Running, folder: Path, number: signal.Signals
+) -> None:
     (folder / "answers.py").write_text('ANSWERS = {"a": "a", "hang": ""}\n')
     process = await octopus(
         "run", str(folder), "--address", service.address, "--group-size", "1", "--groups", "2"
     )
     assert process.stdout is not None
     await process.stdout.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = await process.communicate()
     assert process.returncode == 130, err.decode()
     assert b"accuracy  1.0000" in out
@@ -355,3 +362,10 @@ async def test_command_without_a_service_says_what_to_give(folder: Path) -> None
     _, err = await process.communicate()
     assert process.returncode == 1
     assert b"give --address host:port" in err
+
+
+async def test_command_takes_a_model_or_an_address(folder: Path) -> None:
+    process = await octopus("run", str(folder), "--address", "localhost:1", "--model", "smollm2")
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert b"got model smollm2 and address localhost:1; give one of them" in err

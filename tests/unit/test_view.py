@@ -311,7 +311,7 @@ def test_command_draws_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         ([str(tmp_path / "none")], "no such records file"),
         ([], "neither"),
         ([str(file), "--redis", "redis://x"], "both"),
-        (["--redis", "redis://x"], "--run"),
+        (["--redis-url", "redis://x"], "--run"),
     ):
         assert main(["view", *arguments]) == 1
         assert problem in capsys.readouterr().err
