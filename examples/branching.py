@@ -1,6 +1,6 @@
 """The SDK-driven style: the program decides where to branch, the model only writes.
 
-python -m examples.branching localhost:50051 "How can a small town cut its car traffic?"
+python -m examples.branching 127.0.0.1:7040 "How can a small town cut its car traffic?"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The model-driven style: the model calls the tools, forks, reads and ends by itself.
 
-python -m examples.tool_loop localhost:50051 "Which is larger, Oslo or Bergen?"
+python -m examples.tool_loop 127.0.0.1:7040 "Which is larger, Oslo or Bergen?"
 """
 
 from __future__ import annotations

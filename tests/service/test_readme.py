@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from harness_sdk import OctopusClient
+from harness_sdk.agents import each_task, load_agent
+from harness_sdk.runner import run_task
 from tests.service.sdk_service import ScriptedEngine, scripted
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -16,7 +19,7 @@ def _blocks() -> list[str]:
 
 
 async def test_readme_harness_earns_its_reward() -> None:
-    harness, _ = _blocks()
+    harness = _blocks()[0]
     names: dict[str, Any] = {}
     exec(compile(harness, "README.md", "exec"), names)
 
@@ -36,6 +39,18 @@ async def test_readme_harness_earns_its_reward() -> None:
         assert decided.count("more buses") == 1
     (record,) = service.records.written
     assert (record.reward, len(record.threads)) == (1.0, 3)
+
+
+async def test_readme_agent_answers_and_is_scored(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(_blocks()[2])
+    agent = load_agent(tmp_path)
+    task = [task async for task in each_task(agent)][3]
+    async with (
+        scripted(lambda text: "6" if "What is 3+3?" in text else "no") as service,
+        OctopusClient.connect(service.address) as client,
+        client.episode(primitives=agent.primitives, sampling=agent.sampling) as episode,
+    ):
+        assert await run_task(agent, episode, task) == 1.0
 
 
 def test_readme_names_only_commands_that_exist() -> None:
