@@ -62,12 +62,12 @@ def new_plan(parent: int | None, num_rows: int, *mounts: RowSpan) -> AttachPlan:
 
 def run(registry: CursorRegistry, pool: Pool, plan: AttachPlan, keep_as: int, count: int) -> None:
     """What the scheduler does with a request that computes `count` rows."""
-    registry.pin(plan)
+    registry.pin(plan.reads())
     tables = registry.attach(plan)
     num_rows = plan.num_rows + count
     tables[0] += pool.get_new_blocks(max(-(-num_rows // PAGE) - len(tables[0]), 0))
     registry.keep(keep_as, tables, num_rows)
-    registry.unpin(plan)
+    registry.unpin(plan.reads())
 
 
 def test_child_shares_full_pages_and_copies_the_partial_one_and_the_state() -> None:
@@ -77,7 +77,7 @@ def test_child_shares_full_pages_and_copies_the_partial_one_and_the_state() -> N
     free = pool.get_num_free_blocks()
     plan = new_plan(1, 10)
     assert registry.num_new_blocks(plan) == 2
-    registry.pin(plan)
+    registry.pin(plan.reads())
     pages, states = registry.attach(plan)
     assert [block.ref_cnt for block in pages] == [2, 2, 1]
     assert pool.get_num_free_blocks() == free - 2
@@ -125,12 +125,12 @@ def test_release_waits_for_the_last_reader() -> None:
     registry, pool = new_registry()
     run(registry, pool, new_plan(None, 0), 1, 8)
     plan = new_plan(1, 8)
-    registry.pin(plan)
+    registry.pin(plan.reads())
     registry.release([1])
     assert registry.evict([1]) == []
     assert not registry.make_room(1000)
     assert registry.missing(plan) == []
-    registry.unpin(plan)
+    registry.unpin(plan.reads())
     assert registry.missing(plan) == [1]
     assert pool.get_num_free_blocks() == pool.size
 
@@ -139,8 +139,8 @@ def test_pressure_evicts_the_least_recently_used_and_reports_it() -> None:
     registry, pool = new_registry(size=8)
     for residency in (1, 2):
         run(registry, pool, new_plan(None, 0), residency, 8)
-    registry.pin(new_plan(1, 8))
-    registry.unpin(new_plan(1, 8))
+    registry.pin([1])
+    registry.unpin([1])
     assert registry.make_room(3)
     assert registry.take_evicted() == [2]
     assert registry.take_evicted() == []
@@ -163,13 +163,13 @@ def test_random_use_returns_every_block() -> None:
         plan = new_plan(parent, num_rows, *mounts)
         free = pool.get_num_free_blocks()
         expected = registry.num_new_blocks(plan)
-        registry.pin(plan)
+        registry.pin(plan.reads())
         tables = registry.attach(plan)
         assert free - pool.get_num_free_blocks() == expected
         assert len(tables[0]) == -(-num_rows // PAGE)
         tables[0] += pool.get_new_blocks(-(-(num_rows + 3) // PAGE) - len(tables[0]))
         registry.keep(number, tables, num_rows + 3)
-        registry.unpin(plan)
+        registry.unpin(plan.reads())
         rows[number] = num_rows + 3
         if rng.random() < 0.5:
             gone = rng.choice(sorted(rows))

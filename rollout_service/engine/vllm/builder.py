@@ -6,23 +6,24 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from harness_sdk.errors import ResourceExhausted
 from rollout_service.cursors import Cursor, Mount
 from rollout_service.engine.base import SampledToken
 from rollout_service.engine.checks import check_version
-from rollout_service.engine.vllm.core_client import CoreClient, ResidencyMissing
+from rollout_service.engine.vllm.core_client import CoreClient, NotReady, ResidencyMissing
 from rollout_service.engine.vllm.footing import Footing, FootingStore, is_root, new_mounts
+from rollout_service.engine.vllm.gate import RebuildGate
 from rollout_service.engine.vllm.lora import LoadedAdapter
+from rollout_service.engine.vllm.pins import Pins
 from rollout_service.engine.vllm.plan import RowSpan
 from rollout_service.engine.vllm.turn import Turn
 
 _T = TypeVar("_T")
-_MAX_REBUILDS = 16
-"""Rounds in which what a run reads may be evicted before it begins; more is thrashing."""
+_MAX_ALONE = 3
+"""Attempts of a request that runs alone: what one lacks then is room, not luck."""
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
 """vLLM always samples: a run that only computes throws one token away."""
 
@@ -57,6 +58,7 @@ class FootingBuilder:
         """Loaded versions; the base model is none of vLLM's."""
         self.tokens_computed = 0
         self.tokens_recomputed: Counter[str] = Counter(eviction=0, refresh=0)
+        self._gate = RebuildGate()
         self._ids = itertools.count(1)
         self._flights: dict[tuple[int, Any, bool], _Flight] = {}
 
@@ -70,7 +72,10 @@ class FootingBuilder:
     async def extend(self, version: int, cursor: Cursor) -> None:
         """Make a new cursor resident; cancelled, it leaves nothing behind."""
         try:
-            await self._footing(version, cursor, complete=False, is_new=True)
+            async with self._gate.entered():
+                await self._rebuilt(
+                    lambda: self._footing(version, cursor, complete=False, is_new=True)
+                )
         except asyncio.CancelledError:
             await asyncio.shield(self.release([cursor]))
             raise
@@ -80,24 +85,36 @@ class FootingBuilder:
     ) -> tuple[float, ...]:
         """Log-probabilities of `cursor.token_ids[score_from:]`, from a run of their own."""
         try:
-            return await self._retried(lambda: self._score(version, cursor, score_from, keep))
+            async with self._gate.entered():
+                return await self._rebuilt(
+                    lambda: self._pinned_score(version, cursor, score_from, keep)
+                )
         except asyncio.CancelledError:
             await asyncio.shield(self.release([cursor]))
             raise
 
     async def generate(self, version: int, turn: Turn) -> AsyncGenerator[SampledToken]:
         """Sample a turn; the turn's cursor is resident at the end, and nothing if closed early."""
-        for attempt in itertools.count(1):
-            # Without a prompt the first token is predicted by the parent's last row.
-            start = await self._start(version, turn.prompt, with_lead=not turn.prompt.token_ids)
-            try:
-                async with aclosing(self._sample(version, turn, start)) as tokens:
-                    async for token in tokens:
-                        yield token
-                return
-            except ResidencyMissing as missing:
-                # Nothing was sampled yet: a request that reads what is gone never starts.
-                self._forget(missing, attempt)
+        async with self._gate.entered(), AsyncExitStack() as alone:
+            for attempt in itertools.count(1):
+                try:
+                    async with (
+                        self._pins() as pins,
+                        aclosing(self._turn(version, turn, pins)) as tokens,
+                    ):
+                        async for token in tokens:
+                            # It runs, so others may begin.
+                            await alone.aclose()
+                            yield token
+                    return
+                except NotReady as cause:
+                    if turn.token_ids:
+                        raise cause.as_error() from cause
+                    self.store.forget(cause.residencies)
+                    if attempt == 1:
+                        await alone.enter_async_context(self._gate.alone())
+                    else:
+                        await self._wait_for_room(cause, attempt)
 
     async def release(self, cursors: Sequence[Cursor]) -> None:
         """Forget `cursors`; their pages go with the last reader."""
@@ -124,15 +141,13 @@ class FootingBuilder:
         self, version: int, cursor: Cursor, *, complete: bool, is_new: bool = False
     ) -> Footing:
         """A cursor's footing, computed where need be, once for all who ask at a time."""
-        for attempt in itertools.count(1):
+        footing = self.store.get(version, cursor, complete)
+        if footing is None:
+            await self._join(version, cursor, complete, is_new)
             footing = self.store.get(version, cursor, complete)
-            if footing is not None:
-                return footing
-            try:
-                await self._join(version, cursor, complete, is_new)
-            except ResidencyMissing as missing:
-                self._forget(missing, attempt)
-        raise AssertionError
+        if footing is None:
+            raise ResidencyMissing([])
+        return footing
 
     async def _join(self, version: int, cursor: Cursor, complete: bool, is_new: bool) -> None:
         key = (version, cursor.token_ids if is_root(cursor) else cursor.cursor_id, complete)
@@ -157,42 +172,49 @@ class FootingBuilder:
             del self._flights[key]
 
     async def _compute(self, version: int, cursor: Cursor, complete: bool, is_new: bool) -> None:
-        if complete:
-            footing = await self._footing(version, cursor, complete=False)
-            start = _Start(footing, (), cursor.next_position - 1)
-            prompt = cursor.token_ids[-1:]
-        else:
-            start = await self._start(version, cursor)
-            prompt = start.lead + cursor.token_ids[:-1]
-        if not prompt:
-            self.store.put(version, cursor, start.footing, complete)
-            return
-        cause = "" if is_new or complete else self._cause(version, cursor)
-        await self._run(version, cursor, start, prompt, complete)
-        if cause:
-            self.tokens_recomputed[cause] += len(prompt)
+        async with self._pins() as pins:
+            if complete:
+                footing = await self._footing(version, cursor, complete=False)
+                start = _Start(footing, (), cursor.next_position - 1)
+                prompt = cursor.token_ids[-1:]
+            else:
+                start = await self._start(version, cursor, pins=pins)
+                prompt = start.lead + cursor.token_ids[:-1]
+            if not prompt:
+                self.store.put(version, cursor, start.footing, complete)
+                return
+            cause = "" if is_new or complete else self._cause(version, cursor)
+            await self._run(version, cursor, start, prompt, complete)
+            if cause:
+                self.tokens_recomputed[cause] += len(prompt)
 
-    async def _start(self, version: int, cursor: Cursor, *, with_lead: bool = False) -> _Start:
+    async def _start(
+        self, version: int, cursor: Cursor, *, pins: Pins, with_lead: bool = False
+    ) -> _Start:
         """What the cursor's own run stands on: its parent, and the mounts new to it.
 
         Args:
             version: Policy version.
             cursor: The cursor to compute.
+            pins: Keep what is ready while the rest is made.
             with_lead: Whether the run needs the parent's last row, to predict from it.
         """
         parent, added = cursor.parent, new_mounts(cursor)
+        footing, lead, position = Footing(), (), cursor.position_start
         if parent is not None and not added:
             whole = None if with_lead else self.store.get(version, parent, True)
-            if whole is not None:
-                return _Start(whole, (), parent.next_position)
-            footing = await self._footing(version, parent, complete=False)
-            return _Start(footing, parent.token_ids[-1:], parent.next_position - 1)
-        footing = Footing()
-        if parent is not None:
+            footing = whole or await self._footing(version, parent, complete=False)
+            if whole is None:
+                lead, position = parent.token_ids[-1:], parent.next_position - 1
+        elif parent is not None:
             # The parent's last token does not see the mount, so it comes before.
             footing = await self._footing(version, parent, complete=True)
-        spans = [await self._span(version, mount) for mount in added]
-        return _Start(footing.with_mounts(spans), (), cursor.position_start)
+        await pins.add(footing.reads())
+        for mount in added:
+            mounted = Footing().with_mounts([await self._span(version, mount)])
+            await pins.add(mounted.reads())
+            footing = footing.with_mounts(mounted.mounts)
+        return _Start(footing, lead, position)
 
     async def _span(self, version: int, mount: Mount) -> RowSpan:
         """Where a mount's rows lie: a cursor's own rows are the last of its table."""
@@ -235,15 +257,21 @@ class FootingBuilder:
         if superfluous:
             await self.client.command("release", superfluous)
 
-    async def _score(
+    async def _pinned_score(
         self, version: int, cursor: Cursor, score_from: int, keep: bool
+    ) -> tuple[float, ...]:
+        async with self._pins() as pins:
+            return await self._score(version, cursor, score_from, keep, pins)
+
+    async def _score(
+        self, version: int, cursor: Cursor, score_from: int, keep: bool, pins: Pins
     ) -> tuple[float, ...]:
         tokens = cursor.token_ids
         logprobs: list[float] = []
         if score_from == 0 and new_mounts(cursor):
             assert cursor.parent is not None
             logprobs.append(await self._score_after(version, cursor.parent, tokens[0]))
-        start = await self._start(version, cursor, with_lead=score_from == 0)
+        start = await self._start(version, cursor, with_lead=score_from == 0, pins=pins)
         prompt = start.lead + tokens[:-1]
         if not prompt:
             if keep:
@@ -277,9 +305,10 @@ class FootingBuilder:
         )
         return output.logprobs[0][token]
 
-    async def _sample(
-        self, version: int, turn: Turn, start: _Start
-    ) -> AsyncGenerator[SampledToken]:
+    async def _turn(self, version: int, turn: Turn, pins: Pins) -> AsyncGenerator[SampledToken]:
+        # Without a prompt the first token is predicted by the parent's last row.
+        with_lead = not turn.prompt.token_ids
+        start = await self._start(version, turn.prompt, with_lead=with_lead, pins=pins)
         residency = next(self._ids)
         prompt = start.lead + turn.prompt.token_ids
         plan = start.footing.plan(position=start.position, keep_as=residency)
@@ -309,7 +338,8 @@ class FootingBuilder:
             await self._put(version, turn.finished, residency, num_rows, False)
         else:
             # A stop string ended the turn and the run went past it: computed anew to its end.
-            await self._footing(version, turn.finished, complete=False, is_new=True)
+            cursor = turn.finished
+            await self._rebuilt(lambda: self._footing(version, cursor, complete=False, is_new=True))
 
     def _lora(self, version: int) -> Any:
         check_version(version, list(self.adapters))
@@ -322,20 +352,26 @@ class FootingBuilder:
             return "eviction"
         return "refresh" if cursor.policy_version != version else ""
 
-    async def _retried(self, run: Callable[[], Awaitable[_T]]) -> _T:
-        for attempt in itertools.count(1):
-            try:
-                return await run()
-            except ResidencyMissing as missing:
-                self._forget(missing, attempt)
+    async def _rebuilt(self, run: Callable[[], Awaitable[_T]]) -> _T:
+        """Run it; where what it reads was evicted meanwhile, again with nobody else beginning."""
+        try:
+            return await run()
+        except NotReady as cause:
+            self.store.forget(cause.residencies)
+        async with self._gate.alone():
+            for attempt in itertools.count(1):
+                try:
+                    return await run()
+                except NotReady as cause:
+                    self.store.forget(cause.residencies)
+                    await self._wait_for_room(cause, attempt)
         raise AssertionError
 
-    def _forget(self, missing: ResidencyMissing, attempt: int) -> None:
-        self.store.forget(missing.residencies)
-        if attempt >= _MAX_REBUILDS:
-            raise ResourceExhausted(
-                "what a request reads was evicted again and again before it could run",
-                value=f"{attempt} rebuilds",
-                limit=f"{self.client.use.total * self.client.use.page_rows} tokens",
-                remedy="run fewer episodes at once, or give the engine a larger max_tokens",
-            )
+    def _pins(self) -> Pins:
+        """Pins for a run; needed only while somebody is alone because of evictions."""
+        return Pins(self.client, is_active=self._gate.is_closed)
+
+    async def _wait_for_room(self, cause: NotReady, attempt: int) -> None:
+        """Wait for a running request's end, and give up where none runs."""
+        if not await self._gate.another_end() and attempt >= _MAX_ALONE:
+            raise cause.as_error() from cause

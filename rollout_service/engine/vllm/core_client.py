@@ -17,12 +17,47 @@ _RESULT_KEY = "octopus"
 _LOGPROBS_OF_SAMPLED = 0
 
 
-class ResidencyMissing(Exception):
-    """A request read residencies that pressure had evicted; rebuild and ask again."""
+class NotReady(Exception):
+    """A request could not run now; nothing of it was computed."""
+
+    residencies: Sequence[int] = ()
+    """What it read and is gone."""
+
+    def as_error(self) -> ResourceExhausted:
+        """What its caller hears where waiting does not help."""
+        raise NotImplementedError
+
+
+class ResidencyMissing(NotReady):
+    """Pressure had evicted what the request read: rebuild it and ask again."""
 
     def __init__(self, residencies: Sequence[int]) -> None:
         super().__init__(f"{len(residencies)} residencies are gone")
-        self.residencies = list(residencies)
+        self.residencies = residencies
+
+    def as_error(self) -> ResourceExhausted:
+        """Thrashing."""
+        return ResourceExhausted(
+            "what the request reads does not fit into the pool at a time",
+            remedy="run fewer episodes at once, or give the engine a larger max_tokens",
+        )
+
+
+class PoolFull(NotReady):
+    """The pool cannot hold the request beside what is being read."""
+
+    def __init__(self, use: PoolUse) -> None:
+        super().__init__(f"{use.num_rows} rows in use")
+        self._use = use
+
+    def as_error(self) -> ResourceExhausted:
+        """Too large."""
+        return ResourceExhausted(
+            "no room for more tokens: running requests read all that is resident",
+            value=f"{self._use.num_rows} tokens in use",
+            limit=f"{self._use.total * self._use.page_rows} tokens",
+            remedy="run fewer episodes at once, or give the engine a larger max_tokens",
+        )
 
 
 @dataclass(slots=True)
@@ -81,12 +116,11 @@ class CoreClient:
         """Compute `prompt` on top of a plan's rows and sample; closing aborts.
 
         Raises:
-            ResidencyMissing: The plan reads what was evicted meanwhile.
-            ResourceExhausted: The pool cannot hold the request beside what is read.
+            NotReady: The plan reads what was evicted meanwhile, or there is no room.
             EngineError: The engine process failed.
         """
         if plan.num_rows + len(prompt) >= self._llm.model_config.max_model_len:
-            raise self._no_room()
+            raise PoolFull(self.use)
         params = self._seams.SamplingParams(
             extra_args={EXTRA_ARG: plan.to_wire()},
             detokenize=False,
@@ -112,9 +146,9 @@ class CoreClient:
                 num_sampled += len(output.token_ids)
                 if output.finish_reason == "length" and num_sampled < sampling["max_tokens"]:
                     await self.command("release", [] if plan.keep_as is None else [plan.keep_as])
-                    raise self._no_room()
+                    raise PoolFull(self.use)
                 yield output
-        except (ResidencyMissing, ResourceExhausted):
+        except NotReady:
             raise
         except Exception as error:
             is_over = True
@@ -128,7 +162,7 @@ class CoreClient:
                 await self.command("release", [] if plan.keep_as is None else [plan.keep_as])
 
     async def command(self, operation: str, residencies: Sequence[int] = ()) -> list[int]:
-        """`release`, `evict`, `missing` or `usage`; returns the residencies concerned.
+        """`release`, `evict`, `missing`, `pin`, `unpin` or `usage`; returns what is gone.
 
         Raises:
             Unavailable: The engine process has ended.
@@ -174,15 +208,7 @@ class CoreClient:
         missing = await self.command("missing", plan.reads())
         if missing:
             raise ResidencyMissing(missing)
-        raise self._no_room()
-
-    def _no_room(self) -> ResourceExhausted:
-        return ResourceExhausted(
-            "no room for more tokens: running requests read all that is resident",
-            value=f"{self.use.num_rows} tokens in use",
-            limit=f"{self.use.total * self.use.page_rows} tokens",
-            remedy="run fewer episodes at once, or give the engine a larger max_tokens",
-        )
+        raise PoolFull(self.use)
 
     def _take_report(self, params: Any) -> None:
         report = (params or {}).get(_RESULT_KEY)

@@ -108,15 +108,15 @@ class CursorRegistry:
         """Those of `residency_ids` that are not held."""
         return [residency_id for residency_id in residency_ids if residency_id not in self._held]
 
-    def pin(self, plan: AttachPlan) -> None:
-        """Keep what the plan reads until `unpin`."""
-        for residency_id in plan.reads():
+    def pin(self, residency_ids: Iterable[int]) -> None:
+        """Keep residencies, all of them held, until `unpin`."""
+        for residency_id in residency_ids:
             self._held[residency_id].num_pins += 1
             self._held.move_to_end(residency_id)
 
-    def unpin(self, plan: AttachPlan) -> None:
+    def unpin(self, residency_ids: Iterable[int]) -> None:
         """Undo one `pin`; what was released meanwhile goes now."""
-        for residency_id in plan.reads():
+        for residency_id in residency_ids:
             residency = self._held[residency_id]
             residency.num_pins -= 1
             self._held.move_to_end(residency_id)

@@ -132,7 +132,7 @@ class CursorScheduler(Scheduler):
             if self.registry.missing(plan):
                 self.grammar_compile_error_reqs.add(request.request_id)
             else:
-                self.registry.pin(plan)
+                self.registry.pin(plan.reads())
                 request.octopus_pinned = True
         super().add_request(request)
 
@@ -169,7 +169,7 @@ class CursorScheduler(Scheduler):
             self.registry.keep(plan.keep_as, blocks, request.num_computed_tokens)
         if plan is not None and getattr(request, "octopus_pinned", False):
             request.octopus_pinned = False
-            self.registry.unpin(plan)
+            self.registry.unpin(plan.reads())
         super()._free_blocks(request)
 
 
@@ -196,6 +196,11 @@ def _command(core: Any, operation: str, residency_ids: list[int]) -> dict[str, A
         gone = registry.evict(residency_ids)
     elif operation == "missing":
         gone = registry.absent(residency_ids)
+    elif operation == "pin":
+        gone = registry.absent(residency_ids)
+        registry.pin(() if gone else residency_ids)
+    elif operation == "unpin":
+        registry.unpin(residency_ids)
     else:
         assert operation == "usage", operation
     return {**scheduler.usage(), "gone": gone}

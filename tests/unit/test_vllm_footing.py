@@ -1,0 +1,129 @@
+"""Host side of the vLLM engine: footings, and the gate of rebuilds; no vLLM needed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout_service.cursors import Cursor, Mount, child_cursor
+from rollout_service.engine.vllm.footing import Footing, FootingStore, hides_mounts, new_mounts
+from rollout_service.engine.vllm.gate import RebuildGate
+from rollout_service.engine.vllm.plan import RowSpan
+
+
+def new_cursor(parent: Cursor | None, *tokens: int, mounts: tuple[Mount, ...] = ()) -> Cursor:
+    return child_cursor(parent, tokens, mounts=mounts, policy_version=0)
+
+
+def own(residency: int, num_rows: int) -> Footing:
+    return Footing(parent=residency, num_rows=num_rows, is_own=True)
+
+
+def test_plan_turns_a_position_into_an_offset() -> None:
+    footing = own(4, 10).with_mounts([RowSpan(residency=2, begin=3, end=9)])
+    plan = footing.plan(position=40, keep_as=7)
+    assert (plan.num_rows, plan.offset, plan.parent, plan.keep_as) == (16, 24, 4, 7)
+    assert footing.reads() == {4, 2}
+
+
+def test_identical_roots_share_until_the_last_owner_goes() -> None:
+    store = FootingStore()
+    one, other = new_cursor(None, 1, 2), new_cursor(None, 1, 2)
+    assert store.put(0, one, own(1, 1), complete=False) == []
+    assert store.get(0, other, complete=False) == own(1, 1)
+    assert store.get(1, other, complete=False) is None
+    assert store.put(0, other, own(2, 1), complete=False) == [2]
+    assert len(store) == 2
+    assert store.release([one]) == []
+    assert store.release([other]) == [1]
+    assert store.get(0, new_cursor(None, 1, 2), complete=False) is None
+
+
+def test_eviction_takes_what_rests_on_it() -> None:
+    store = FootingStore()
+    root, child = new_cursor(None, 1, 2), new_cursor(None, 9)
+    store.put(0, root, own(1, 1), complete=False)
+    store.put(0, root, own(2, 2), complete=True)
+    resting = Footing(parent=2, num_rows=2).with_mounts([RowSpan(residency=5, begin=0, end=1)])
+    store.put(0, child, resting, complete=False)
+    store.forget([5])
+    assert store.get(0, child, complete=False) is None
+    assert store.was_evicted(0, child) and not store.was_evicted(0, root)
+    store.forget([1])
+    assert store.get(0, root, complete=True) == own(2, 2)
+    assert not store.was_evicted(0, root)
+    store.forget([2])
+    assert store.was_evicted(0, root)
+    assert len(store) == 0
+
+
+def test_shorter_turn_takes_over_what_trails_the_turn() -> None:
+    store = FootingStore()
+    root = new_cursor(None, 1, 2)
+    turn, shorter = new_cursor(root, 3, 4, 5), new_cursor(root, 3, 4)
+    store.put(0, turn, own(1, 4), complete=False)
+    store.put(0, turn, own(2, 5), complete=True)
+    assert store.hand_over(turn, shorter) == [2]
+    assert store.get(0, shorter, complete=True) == own(1, 4)
+    assert store.get(0, turn, complete=False) is None
+    assert store.release([shorter]) == [1]
+
+
+def test_new_mounts_are_those_the_parent_does_not_see() -> None:
+    source = new_cursor(None, 1, 2, 3)
+    first, second = (Mount(source=source, begin=b, end=b + 1) for b in (0, 1))
+    parent = new_cursor(None, 4, mounts=(first,))
+    again = Mount(source=source, begin=0, end=1)
+    child = new_cursor(parent, 5, mounts=(again, second))
+    assert new_mounts(child) == [second]
+    assert not hides_mounts(child)
+    assert hides_mounts(new_cursor(parent, 5, mounts=(second,)))
+
+
+async def test_nobody_begins_while_one_is_alone() -> None:
+    gate, order = RebuildGate(), []
+
+    async def late() -> None:
+        async with gate.entered():
+            order.append("late")
+
+    async with gate.entered():
+        async with gate.alone():
+            assert gate.is_closed
+            assert not await gate.another_end()
+            task = asyncio.create_task(late())
+            await asyncio.sleep(0)
+            order.append("alone")
+        await task
+    assert order == ["alone", "late"]
+
+
+async def test_one_that_is_alone_waits_for_those_that_run() -> None:
+    gate, running = RebuildGate(), asyncio.Event()
+
+    async def run() -> None:
+        async with gate.entered():
+            await running.wait()
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    async with gate.entered(), gate.alone():
+        waiting = asyncio.create_task(gate.another_end())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        running.set()
+        assert await waiting
+        assert not await gate.another_end()
+    await task
+
+
+async def test_two_that_want_to_be_alone_do_not_wait_for_each_other() -> None:
+    gate, order = RebuildGate(), []
+
+    async def rebuild(name: str) -> None:
+        async with gate.entered(), gate.alone():
+            assert not await gate.another_end()
+            order.append(name)
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(rebuild("one"), rebuild("other"))
+    assert sorted(order) == ["one", "other"]
