@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from harness_sdk._requests import as_messages
 from harness_sdk.cli.demo.task import DEMO_PRIMITIVES
 from harness_sdk.record import EpisodeRecord
-from harness_sdk.thread import as_messages
 from harness_sdk.tools import tool_schema
 from harness_sdk.types import ROOT_THREAD, BranchResult, Turn
 from rollout_service.chat.chatml import ChatML
