@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -44,9 +45,10 @@ def main() -> None:
     torch.set_num_threads(1)
     policy = Policy.load(MODEL, lora=LoraOptions(rank=8, alpha=16.0))
     rows = [_measure(policy, name, *shape) for name, shape in SHAPES.items()]
-    machine = {"processor": platform.machine(), "threads": 1, "torch": torch.__version__}
+    machine = {"processor": _processor(), "threads": 1, "torch": torch.__version__}
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        report = {"command": "python -m benchmarks.tree_packing", "machine": machine, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     sys.stdout.write(f"{machine}\n")
     for row in rows:
         sys.stdout.write(
@@ -54,6 +56,12 @@ def main() -> None:
             f"bound {row['bound_tokens']:.2f} measured {row['speedup']:.2f} "
             f"({row['tokens_per_s']:.0f} unique tokens/s)\n"
         )
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.machine()
 
 
 def _measure(policy: Policy, name: str, branches: int, trunk: int, branch: int) -> dict[str, Any]:

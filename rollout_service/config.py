@@ -165,7 +165,7 @@ class RolloutConfig(Options):
     def _check_engine(self) -> None:
         if self.engine.name == "vllm":
             raise ConfigError(
-                "engine.name vllm is not built yet",
+                "engine.name vllm is not offered yet",
                 value="vllm",
                 limit="transformers",
                 remedy="use --engine.name transformers",

@@ -45,7 +45,7 @@ def test_defaults_are_those_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--engine.name", "vllm"), "engine.name vllm is not built yet"),
+        (("--engine.name", "vllm"), "engine.name vllm is not offered yet"),
         (("--engine.name", "jax"), "engine.name is not valid"),
         (("--model.path", "none"), "model.path is not set"),
         (("--server.tls-cert", "a.pem"), "server.tls_cert and server.tls_key go together"),

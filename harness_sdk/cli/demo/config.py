@@ -53,7 +53,7 @@ class DemoConfig(BaseModel):
     def _check_engine(self) -> DemoConfig:
         if self.engine == "vllm":
             raise ConfigError(
-                "the vllm engine is not built yet",
+                "the vllm engine is not offered yet",
                 value="vllm",
                 limit="transformers",
                 remedy="run the demo with --engine transformers",
