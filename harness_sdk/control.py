@@ -58,7 +58,8 @@ def trainer_key(run: str) -> str:
 
 
 def permits_key(run: str) -> str:
-    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`."""
+    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`, and the
+    trainer's `group_size`."""
     return f"octopus:{run}:permits"
 
 

@@ -58,10 +58,14 @@ class RedisPermits:
         client: Of redis-py, answering text.
         run: Name of the run.
         patience_s: How long a call keeps trying while Redis is away.
+        group_size: Episodes of the runner's groups; None compares them with nothing.
     """
 
-    def __init__(self, client: Any, run: str, *, patience_s: float = 60.0) -> None:
+    def __init__(
+        self, client: Any, run: str, *, patience_s: float = 60.0, group_size: int | None = None
+    ) -> None:
         self._client = client
+        self._group_size = group_size
         self._run = run
         self._patience_s = patience_s
 
@@ -70,6 +74,7 @@ class RedisPermits:
 
         Raises:
             Unavailable: Redis cannot be reached.
+            ConfigError: The trainer waits for groups of another size.
         """
         told = False
         while not await self._try():
@@ -80,7 +85,8 @@ class RedisPermits:
             _check_cancelled()
         try:
             _check_cancelled()
-        except asyncio.CancelledError:
+            await self._check_group_size()
+        except BaseException:
             await self.give_back()
             raise
 
@@ -97,6 +103,19 @@ class RedisPermits:
         """
         found = await self._call("hmget", permits_key(self._run), "granted", "taken")
         return int(found[0] or 0), int(found[1] or 0)
+
+    async def _check_group_size(self) -> None:
+        """Smaller groups would wait for their deadline, the rest of larger ones be dropped."""
+        if self._group_size is None:
+            return
+        wanted = await self._call("hget", permits_key(self._run), "group_size")
+        if wanted is not None and int(wanted) != self._group_size:
+            raise ConfigError(
+                "the trainer waits for groups of another size",
+                value=self._group_size,
+                limit=wanted,
+                remedy=f"--group-size {wanted}, or the trainer's --batch.group-size",
+            )
 
     async def _try(self) -> bool:
         key = permits_key(self._run)
@@ -139,7 +158,7 @@ def _check_cancelled() -> None:
 
 @contextlib.asynccontextmanager
 async def redis_permits(
-    url: str, run: str, *, patience_s: float = 60.0
+    url: str, run: str, *, patience_s: float = 60.0, group_size: int | None = None
 ) -> AsyncGenerator[RedisPermits, None]:
     """Permits of `run` kept at `url`; calls outlive an absence of Redis of `patience_s` seconds.
 
@@ -160,6 +179,6 @@ async def redis_permits(
             remedy="correct --redis-url",
         ) from error  # fmt: skip
     try:
-        yield RedisPermits(client, run, patience_s=patience_s)
+        yield RedisPermits(client, run, patience_s=patience_s, group_size=group_size)
     finally:
         await client.aclose()

@@ -192,7 +192,8 @@ class _Loop:
         await self._find_lost()
         ahead = (1 + self._config.max_policy_lag) * self._config.batch.groups_per_step
         granted = self._run.progress.num_groups + self._num_dropped_groups + ahead
-        await self._unless_stopped(grant_permits(self._link, self._config.run, granted))
+        size = self._config.batch.group_size
+        await self._unless_stopped(grant_permits(self._link, self._config.run, granted, size))
 
     async def _find_lost(self) -> None:
         """Groups that were counted as lost and came after all would raise the lead for good."""

@@ -369,18 +369,18 @@ async def claim_run(link: RedisLink, run: str, owner: str, place: str) -> None:
         )
 
 
-async def grant_permits(link: RedisLink, run: str, granted: int) -> None:
-    """Allow `granted` groups in all since the run began; a lower number changes nothing."""
+async def grant_permits(link: RedisLink, run: str, granted: int, group_size: int) -> None:
+    """Allow `granted` groups of `group_size` since the run began; a lower number allows no less."""
     key, wake = control.permits_key(run), control.permits_wake_key(run)
 
     async def grant() -> None:
         before = await link.client.hget(key, "granted")
-        if before is not None and int(before) >= granted:
-            return
         async with link.client.pipeline(transaction=True) as pipe:
-            pipe.hset(key, "granted", granted)
-            pipe.lpush(wake, granted)
-            pipe.ltrim(wake, 0, 15)
+            pipe.hset(key, "group_size", group_size)
+            if before is None or int(before) < granted:
+                pipe.hset(key, "granted", granted)
+                pipe.lpush(wake, granted)
+                pipe.ltrim(wake, 0, 15)
             await pipe.execute()
 
     await link.call(grant)

@@ -69,7 +69,7 @@ async def _run(config: RunConfig, agent: Agent) -> None:
     async with (
         _services(config) as services,
         connected(services.addresses, config) as clients,
-        _permits(services, config.run or clients[0].info.run) as permits,
+        _permits(services, config, clients[0].info.run) as permits,
     ):
         runner = Runner(
             clients,
@@ -145,11 +145,16 @@ def _trainer_for_groups(config: RunConfig) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _permits(services: _Services, run: str) -> AsyncIterator[Permits]:
+async def _permits(
+    services: _Services, config: RunConfig, service_run: str
+) -> AsyncIterator[Permits]:
     if services.redis_url is None:
         yield NoPermits()
         return
-    async with redis_permits(services.redis_url, run) as permits:
+    # A trainer that starts here is given the size; what an earlier one asked for is void.
+    size = config.group_size if config.model is None else None
+    run = config.run or service_run
+    async with redis_permits(services.redis_url, run, group_size=size) as permits:
         yield permits
 
 

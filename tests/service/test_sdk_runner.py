@@ -267,6 +267,23 @@ async def test_waiting_for_a_permit_outlives_a_restart_of_redis(tmp_path: Path) 
         await server.stop()
 
 
+async def test_groups_of_another_size_than_the_trainers_are_refused(tmp_path: Path) -> None:
+    import redis.asyncio
+
+    async with (
+        embedded_valkey(tmp_path / "valkey") as url,
+        redis_permits(url, "r", group_size=4) as permits,
+        redis.asyncio.Redis.from_url(url) as redis_client,
+    ):
+        await redis_client.hset(permits_key("r"), mapping={"granted": "9", "group_size": "8"})
+        with pytest.raises(ConfigError, match="got 4; allowed: 8; --group-size 8"):
+            await permits.take()
+        assert await permits.counts() == (9, 0)
+        await redis_client.hset(permits_key("r"), "group_size", "4")
+        await permits.take()
+        assert await permits.counts() == (9, 1)
+
+
 async def test_redis_that_stays_away_is_told_with_its_remedy() -> None:
     async with redis_permits(f"redis://127.0.0.1:{free_port()}", "r", patience_s=0) as permits:
         with pytest.raises(Unavailable, match="--redis-url"):

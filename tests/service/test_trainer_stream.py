@@ -294,12 +294,13 @@ def test_address_that_is_none_is_refused_without_its_password() -> None:
 
 
 async def test_permits_only_rise_and_wake_the_runner(link: RedisLink) -> None:
-    await grant_permits(link, RUN, 4)
+    await grant_permits(link, RUN, 4, 8)
     await link.client.hincrby(control.permits_key(RUN), "taken", 3)
-    await grant_permits(link, RUN, 2)
+    await grant_permits(link, RUN, 2, 6)
     assert await permits(link, RUN) == (4, 3)
+    assert int(await link.client.hget(control.permits_key(RUN), "group_size")) == 6
     for granted in range(5, 40):
-        await grant_permits(link, RUN, granted)
+        await grant_permits(link, RUN, granted, 6)
     assert await permits(link, RUN) == (39, 3)
     assert await link.client.blpop([control.permits_wake_key(RUN)], timeout=1) is not None
     assert await link.client.llen(control.permits_wake_key(RUN)) <= 16
