@@ -407,8 +407,8 @@ async def upload_adapter(link: RedisLink, run: str, version: int, folder: Path) 
     meta = {
         "num_chunks": len(chunks),
         "num_bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "config": (folder / control.ADAPTER_CONFIG_FILE).read_text(),
+        "sha256": await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()),
+        "config": await asyncio.to_thread((folder / control.ADAPTER_CONFIG_FILE).read_text),
     }
     key = control.adapter_meta_key(run, version)
     await link.call(lambda: link.client.hset(key, mapping=meta))
