@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from harness_sdk.cli.settings import parse_arguments
+from harness_sdk.cli.option_file import parse_command
 from harness_sdk.errors import HarnessError
 
 COMMANDS: dict[str, str] = {
@@ -43,12 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"octopus {args.command}", description=_sentence(COMMANDS[args.command])
     )
     command.add_arguments(sub)
-    parsed = parse_arguments(sub, rest + arguments[1:])
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
     try:
-        return command.run(parsed)
+        return command.run(parse_command(sub, rest + arguments[1:]))
     except HarnessError as error:
         sys.stderr.write(f"octopus {args.command}: {error}\n")
         return 1

@@ -17,6 +17,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
+from harness_sdk.cli.option_file import render_options
+from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError, HarnessError
 
 Level = Literal["ok", "warn", "fail"]
@@ -52,10 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, action="append", metavar="PORT",
         help="port that a service will bind; may be repeated (default 7040)",
     )  # fmt: skip
+    add_file_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line a check; 1 where one failed."""
+    if args.dry_run:
+        sys.stdout.write(render_options(args))
+        return 0
     failed = False
     for check in checks(args):
         failed |= check.level == "fail"

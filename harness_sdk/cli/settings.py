@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ENVIRONMENT = ("OCTOPUS_REDIS_URL", "OCTOPUS_MQTT_URL", "OCTOPUS_TOKEN")
 """The variables that a configuration may read."""
 
+FORMS = ("toml", "json")
+"""What `--dry-run` can print."""
+
 _SECRET_KEY = re.compile(r"(^|\.)(auth_)?(token|secret|password)$")
 
 
@@ -41,18 +44,23 @@ def add_config_arguments(
         parser: Parser of a command; parse with `parse_arguments`.
         model_class: Configuration whose keys `--help` lists; None lists none.
     """
+    add_file_arguments(parser)
+    parser.set_defaults(overrides=())
+    if model_class is not None:
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.epilog = "settings:\n" + "\n".join(_reference(model_class))
+
+
+def add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` `--config` and `--dry-run` alone."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings")
     parser.add_argument(
         "--dry-run",
         nargs="?",
         const="toml",
-        choices=("toml", "json"),
+        choices=FORMS,
         help="print the resolved configuration, secrets masked, and exit",
     )
-    parser.set_defaults(overrides=())
-    if model_class is not None:
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.epilog = "settings:\n" + "\n".join(_reference(model_class))
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -97,7 +105,7 @@ def load_config(
         ConfigError: A file that does not parse, an unknown key, a value of the wrong type or out
             of bounds, or a pair of options that do not go together.
     """
-    data = _read_toml(path) if path is not None else {}
+    data = read_toml(path) if path is not None else {}
     variables = os.environ if environment is None else environment
     for key, field in _leaves(model_class):
         value = variables.get(_env_name(field))
@@ -125,8 +133,13 @@ def validate_config(model_class: type[Model], data: Mapping[str, Any]) -> Model:
 
 def render_config(model: BaseModel, form: str = "toml") -> str:
     """The resolved configuration as `toml` or `json` text; secrets and URL passwords masked."""
-    data = _masked(model.model_dump(mode="json"))
-    return json.dumps(data, indent=2) + "\n" if form == "json" else render_toml(data)
+    return render_masked(model.model_dump(mode="json"), form)
+
+
+def render_masked(data: Mapping[str, Any], form: str = "toml") -> str:
+    """Nested tables of plain values as `toml` or `json` text; secrets and URL passwords masked."""
+    masked = _masked(dict(data))
+    return json.dumps(masked, indent=2) + "\n" if form == "json" else render_toml(masked)
 
 
 def render_toml(data: Mapping[str, Any]) -> str:
@@ -138,7 +151,12 @@ def _is_option(parser: argparse.ArgumentParser, word: str) -> bool:
     return word.split("=", 1)[0] in parser._option_string_actions
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: It cannot be read, or is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -219,20 +237,21 @@ def _check_keys(model_class: type[BaseModel], data: Mapping[str, Any], at: tuple
     fields = model_class.model_fields
     for name, value in data.items():
         if name not in fields:
-            raise _unknown_key(model_class, (*at, name), value)
+            raise unknown_key(list(fields), (*at, name), value)
         section = _section(fields[name])
         if section is not None and isinstance(value, dict):
             _check_keys(section, value, (*at, name))
 
 
-def _unknown_key(model_class: type[BaseModel], at: tuple[str, ...], value: Any) -> ConfigError:
-    close = difflib.get_close_matches(at[-1], list(model_class.model_fields), n=1, cutoff=0.5)
+def unknown_key(names: Sequence[str], at: tuple[str, ...], value: Any) -> ConfigError:
+    """The error for the key at the path `at`, whose section has the keys `names`."""
+    close = difflib.get_close_matches(at[-1], names, n=1, cutoff=0.5)
     key = ".".join(at)
     remedy = f"did you mean {'.'.join((*at[:-1], close[0]))}?" if close else "remove the key"
     return ConfigError(
         f"unknown configuration key {key}",
-        value=_shown(key, value),
-        limit=", ".join(model_class.model_fields),
+        value=shown(key, value),
+        limit=", ".join(names),
         remedy=remedy,
     )
 
@@ -249,13 +268,14 @@ def _config_error(error: ValidationError) -> ConfigError:
         return ConfigError(f"{key} is not set", remedy=f"set it in the file or with {flag}")
     return ConfigError(
         f"{key or 'the configuration'} is not valid",
-        value=_shown(key, first["input"]),
+        value=shown(key, first["input"]),
         limit=first["msg"].removeprefix("Input should be ").removeprefix("Value error, "),
         remedy=f"change {key} in the file or with --{key.replace('_', '-')}" if key else "",
     )
 
 
-def _shown(key: str, value: Any) -> str:
+def shown(key: str, value: Any) -> str:
+    """A key's value for an error, masked where it is a secret."""
     if _SECRET_KEY.search(key):
         return repr(MASK)
     return repr(masked_url(value) if isinstance(value, str) else value)

@@ -10,6 +10,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from harness_sdk.cli.option_file import render_options
+from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError, HarnessError
 
 if TYPE_CHECKING:
@@ -29,10 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a replica to ask beside those that the control bus knows",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_file_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the state; 1 where something that was named cannot be reached."""
+    if args.dry_run:
+        sys.stdout.write(render_options(args))
+        return 0
     if not (args.redis_url or args.mqtt_url or args.address):
         raise ConfigError(
             "nothing to ask", remedy="give --mqtt-url, --redis-url or --address, as `octopus up`"

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness_sdk.cli.option_file import render_options
+from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -50,10 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run", default="trees", help="name of the run written to the records")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_file_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Merge, report, and write the records where asked."""
+    if args.dry_run:
+        sys.stdout.write(render_options(args))
+        return 0
     from harness_sdk.records_file import write_records
     from harness_sdk.trajectories.episode_records import tree_to_record
     from harness_sdk.trajectories.formats import read_runs

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness_sdk import control
+from harness_sdk.cli.option_file import render_options
+from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError, EpisodeNotFound, Unavailable
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a records file, as `octopus trees --records` writes it",
     )
     parser.add_argument(
-        "--redis-url", "--redis", dest="redis", metavar="URL",
+        "--redis-url", "--redis", metavar="URL",
         help="read the episode stream instead of a file",
     )  # fmt: skip
     parser.add_argument("--run", metavar="NAME", help="run whose stream to read; with --redis-url")
@@ -49,20 +51,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="FILE.html, FILE.svg or FILE.png; may be repeated (default: episode.html)",
     )
+    add_file_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw one episode and name the files written."""
-    if (args.records is None) == (args.redis is None):
+    if args.dry_run:
+        sys.stdout.write(render_options(args))
+        return 0
+    if (args.records is None) == (args.redis_url is None):
         raise ConfigError(
             "an episode comes from a records file or from a stream",
             value="both" if args.records else "neither",
             remedy="give RECORDS, or --redis-url URL --run NAME",
         )
-    if args.redis is not None and args.run is None:
+    if args.redis_url is not None and args.run is None:
         raise ConfigError("a stream belongs to a run", value="no --run", remedy="give --run NAME")
-    if args.redis is not None:
-        record = _stream_episode(args.redis, args.run, args.episode)
+    if args.redis_url is not None:
+        record = _stream_episode(args.redis_url, args.run, args.episode)
     else:
         record = _file_episode(args.records, args.episode)
     detokenize = _detokenizer(args.tokenizer, record)
