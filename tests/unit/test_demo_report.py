@@ -95,7 +95,7 @@ def test_missed_targets_are_named_with_value_and_limit(
 
 
 def test_vllm_engine_is_refused_until_it_exists() -> None:
-    with pytest.raises(ConfigError, match="vllm engine is not built"):
+    with pytest.raises(ConfigError, match="vllm engine is not offered"):
         load_config(DemoConfig, overrides=["--engine", "vllm"])
 
 
