@@ -23,6 +23,15 @@ def test_plan_turns_a_position_into_an_offset() -> None:
     plan = footing.plan(position=40, keep_as=7)
     assert (plan.num_rows, plan.offset, plan.parent, plan.keep_as) == (16, 24, 4, 7)
     assert footing.reads() == {4, 2}
+    # What stays hidden from layers without mounts is inherited with the rows.
+    after = Footing.after(plan, 5)
+    assert after == Footing(parent=7, num_rows=21, num_mounted=6, is_own=True)
+    assert (
+        after.with_mounts([RowSpan(residency=9, begin=1, end=3)])
+        .plan(position=50, keep_as=None)
+        .num_mounted
+        == 8
+    )
 
 
 def test_identical_roots_share_until_the_last_owner_goes() -> None:

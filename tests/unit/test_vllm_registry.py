@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -48,25 +49,44 @@ class Pool:
                 self.free.append(block)
 
 
-def new_registry(size: int = 64, *, hybrid: bool = True) -> tuple[CursorRegistry, Pool]:
+def new_registry(
+    size: int = 64, *, hybrid: bool = True, num_mount_free: int = 0
+) -> tuple[CursorRegistry, Pool]:
     pool = Pool(size)
     groups = [Group(is_recurrent=False, page_rows=PAGE)]
+    groups += [Group(is_recurrent=False, page_rows=PAGE, reads_mounts=False)] * num_mount_free
     if hybrid:
         groups.append(Group(is_recurrent=True, page_rows=1 << 20))
     return CursorRegistry(groups, pool), pool
 
 
-def new_plan(parent: int | None, num_rows: int, *mounts: RowSpan) -> AttachPlan:
-    return AttachPlan(parent=parent, mounts=mounts, num_rows=num_rows, offset=0, keep_as=None)
+def new_plan(
+    parent: int | None,
+    num_rows: int,
+    *mounts: RowSpan,
+    num_inherited: int = 0,
+    keep_as: int | None = None,
+) -> AttachPlan:
+    return AttachPlan(
+        parent=parent,
+        mounts=mounts,
+        num_rows=num_rows,
+        num_mounted=num_inherited + sum(span.num_rows for span in mounts),
+        offset=0,
+        keep_as=keep_as,
+    )
 
 
 def run(registry: CursorRegistry, pool: Pool, plan: AttachPlan, keep_as: int, count: int) -> None:
     """What the scheduler does with a request that computes `count` rows."""
+    plan = dataclasses.replace(plan, keep_as=keep_as)
     registry.pin(plan.reads())
     tables = registry.attach(plan)
-    num_rows = plan.num_rows + count
-    tables[0] += pool.get_new_blocks(max(-(-num_rows // PAGE) - len(tables[0]), 0))
-    registry.keep(keep_as, tables, num_rows)
+    for group, table in zip(registry._groups, tables, strict=True):
+        if not group.is_recurrent:
+            num_pages = group.num_pages(group.num_rows(plan) + count)
+            table += pool.get_new_blocks(max(num_pages - len(table), 0))
+    registry.keep(plan, tables, plan.num_rows + count)
     registry.unpin(plan.reads())
 
 
@@ -121,6 +141,31 @@ def test_every_mounted_row_is_attached_once(begin: int, end: int) -> None:
     assert sorted(rows) == list(range(begin, end))
 
 
+def test_groups_without_mounts_have_the_parents_rows_alone() -> None:
+    registry, pool = new_registry(hybrid=False, num_mount_free=1)
+    run(registry, pool, new_plan(None, 0), 1, 6)
+    run(registry, pool, new_plan(None, 0), 2, 20)
+    registry.take_copies()
+    reader = new_plan(1, 6 + 13, RowSpan(residency=2, begin=2, end=15))
+    free = pool.get_num_free_blocks()
+    # The mount's two edges beside the partial page in one group, the partial page in the other.
+    assert registry.num_new_blocks(reader) == 2 + 1
+    run(registry, pool, reader, 3, 3)
+    # 22 rows: three pages shared, three of its own; 9 rows: a page shared, two of its own.
+    assert free - pool.get_num_free_blocks() == 3 + 2
+    copies = registry.take_copies()
+    assert [copy[0] for copy in copies.blocks] == [0, 1]
+    assert {copy[0] for copy in copies.rows} == {0}
+
+    # A child inherits 22 rows in one group and 9 in the other; a second mount comes on top.
+    child = new_plan(3, 22 + 2, RowSpan(residency=2, begin=15, end=17), num_inherited=13)
+    mounting, mount_free = registry.attach(child)
+    assert [block.ref_cnt for block in mounting] == [3, 3, 3, 2, 2, 1]
+    assert [block.ref_cnt for block in mount_free] == [3, 2, 1]
+    (partial,) = [copy for copy in registry.take_copies().blocks if copy[0] == 1]
+    assert partial == (1, registry._held[3].blocks[1][2].block_id, mount_free[2].block_id)
+
+
 def test_release_waits_for_the_last_reader() -> None:
     registry, pool = new_registry()
     run(registry, pool, new_plan(None, 0), 1, 8)
@@ -147,10 +192,12 @@ def test_pressure_evicts_the_least_recently_used_and_reports_it() -> None:
     assert len(registry) == 1
 
 
-def test_random_use_returns_every_block() -> None:
-    registry, pool = new_registry(size=4000)
+@pytest.mark.parametrize("num_mount_free", [0, 2])
+def test_random_use_returns_every_block(num_mount_free: int) -> None:
+    registry, pool = new_registry(size=8000, num_mount_free=num_mount_free)
     rng = random.Random(0)
     rows: dict[int, int] = {}
+    mounted: dict[int | None, int] = {None: 0}
     for number in range(1, 300):
         parent = rng.choice([None, *rows]) if rows else None
         mounts: list[RowSpan] = []
@@ -160,17 +207,20 @@ def test_random_use_returns_every_block() -> None:
                 RowSpan(residency=source, begin=begin, end=rng.randint(begin + 1, rows[source]))
             )
         num_rows = (rows[parent] if parent else 0) + sum(span.num_rows for span in mounts)
-        plan = new_plan(parent, num_rows, *mounts)
+        plan = new_plan(parent, num_rows, *mounts, num_inherited=mounted[parent])
         free = pool.get_num_free_blocks()
         expected = registry.num_new_blocks(plan)
         registry.pin(plan.reads())
         tables = registry.attach(plan)
+        registry.unpin(plan.reads())
         assert free - pool.get_num_free_blocks() == expected
         assert len(tables[0]) == -(-num_rows // PAGE)
-        tables[0] += pool.get_new_blocks(-(-(num_rows + 3) // PAGE) - len(tables[0]))
-        registry.keep(number, tables, num_rows + 3)
-        registry.unpin(plan.reads())
-        rows[number] = num_rows + 3
+        for table in tables[1:-1]:
+            assert len(table) == -(-(num_rows - plan.num_mounted) // PAGE)
+        for table in tables:
+            pool.free_blocks(table)
+        run(registry, pool, plan, number, 3)
+        rows[number], mounted[number] = num_rows + 3, plan.num_mounted
         if rng.random() < 0.5:
             gone = rng.choice(sorted(rows))
             registry.release([gone])
@@ -188,6 +238,7 @@ def test_plan_survives_the_wire() -> None:
         parent=3,
         mounts=(RowSpan(residency=1, begin=2, end=9),),
         num_rows=20,
+        num_mounted=9,
         offset=7,
         keep_as=5,
     )

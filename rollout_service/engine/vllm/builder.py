@@ -238,21 +238,17 @@ class FootingBuilder:
         **sampling: Any,
     ) -> Any:
         """Compute `prompt` and keep it as the cursor's footing; returns the last output."""
-        residency = next(self._ids)
-        plan = start.footing.plan(position=start.position, keep_as=residency)
+        plan = start.footing.plan(position=start.position, keep_as=next(self._ids))
         last = None
         async for output in self.client.stream(
             plan, prompt, lora=self._lora(version), **{**_ONE_TOKEN, **sampling}
         ):
             last = output
         self.tokens_computed += len(prompt)
-        await self._put(version, cursor, residency, plan.num_rows + len(prompt), complete)
+        await self._put(version, cursor, Footing.after(plan, len(prompt)), complete)
         return last
 
-    async def _put(
-        self, version: int, cursor: Cursor, residency: int, num_rows: int, complete: bool
-    ) -> None:
-        footing = Footing(parent=residency, num_rows=num_rows, is_own=True)
+    async def _put(self, version: int, cursor: Cursor, footing: Footing, complete: bool) -> None:
         superfluous = self.store.put(version, cursor, footing, complete)
         if superfluous:
             await self.client.command("release", superfluous)
@@ -277,8 +273,9 @@ class FootingBuilder:
             if keep:
                 self.store.put(version, cursor, start.footing, complete=False)
             return tuple(logprobs)
-        residency = next(self._ids) if keep else None
-        plan = start.footing.plan(position=start.position, keep_as=residency)
+        plan = start.footing.plan(
+            position=start.position, keep_as=next(self._ids) if keep else None
+        )
         predicted: list[float] = []
         async for output in self.client.stream(
             plan,
@@ -291,8 +288,8 @@ class FootingBuilder:
             predicted += output.prompt_logprobs
             predicted += [position[tokens[-1]] for position in output.logprobs]
         self.tokens_computed += len(prompt)
-        if residency is not None:
-            await self._put(version, cursor, residency, plan.num_rows + len(prompt), False)
+        if keep:
+            await self._put(version, cursor, Footing.after(plan, len(prompt)), False)
         first = max(score_from, 0 if start.lead else 1)
         return tuple(logprobs + predicted[len(predicted) - (len(tokens) - first) :])
 
@@ -334,8 +331,8 @@ class FootingBuilder:
                 await self.client.command("release", [residency])
         turn.finished = turn.cursor()
         if has_ended:
-            num_rows = plan.num_rows + len(prompt) + len(turn.token_ids) - 1
-            await self._put(version, turn.finished, residency, num_rows, False)
+            footing = Footing.after(plan, len(prompt) + len(turn.token_ids) - 1)
+            await self._put(version, turn.finished, footing, False)
         else:
             # A stop string ended the turn and the run went past it: computed anew to its end.
             cursor = turn.finished

@@ -27,6 +27,8 @@ class Footing:
     """Spans beside them, where nothing has been computed on top of them yet."""
     num_rows: int = 0
     """The parent's rows and the mounted ones."""
+    num_mounted: int = 0
+    """Rows among them that were mounted, here or for an ancestor."""
     is_own: bool = False
     """Whether `parent` was computed for the cursor itself, whose rows are then its last ones."""
 
@@ -36,6 +38,7 @@ class Footing:
             parent=self.parent,
             mounts=self.mounts,
             num_rows=self.num_rows,
+            num_mounted=self.num_mounted,
             offset=position - self.num_rows,
             keep_as=keep_as,
         )
@@ -43,10 +46,22 @@ class Footing:
     def with_mounts(self, spans: Iterable[RowSpan]) -> Footing:
         """The same with more spans visible."""
         spans = tuple(spans)
+        num_more = sum(span.num_rows for span in spans)
         return Footing(
             parent=self.parent,
             mounts=self.mounts + spans,
-            num_rows=self.num_rows + sum(span.num_rows for span in spans),
+            num_rows=self.num_rows + num_more,
+            num_mounted=self.num_mounted + num_more,
+        )
+
+    @staticmethod
+    def after(plan: AttachPlan, num_new: int) -> Footing:
+        """What a run that kept its blocks leaves, `num_new` rows past its plan's."""
+        return Footing(
+            parent=plan.keep_as,
+            num_rows=plan.num_rows + num_new,
+            num_mounted=plan.num_mounted,
+            is_own=True,
         )
 
     def reads(self) -> set[int]:

@@ -37,6 +37,8 @@ class AttachPlan:
     """Spans made visible beside the parent's rows."""
     num_rows: int
     """Rows that count as computed: the parent's and the mounted ones."""
+    num_mounted: int
+    """Rows among them that were mounted, here or for an ancestor; some layers lack them."""
     offset: int
     """Added to a row's index to make its rotary position."""
     keep_as: int | None
@@ -53,6 +55,7 @@ class AttachPlan:
             "parent": self.parent,
             "mounts": [[span.residency, span.begin, span.end] for span in self.mounts],
             "num_rows": self.num_rows,
+            "num_mounted": self.num_mounted,
             "offset": self.offset,
             "keep_as": self.keep_as,
         }
@@ -67,6 +70,7 @@ def plan_from_wire(extra_args: Mapping[str, Any] | None) -> AttachPlan | None:
         parent=wire["parent"],
         mounts=tuple(RowSpan(residency=r, begin=b, end=e) for r, b, e in wire["mounts"]),
         num_rows=wire["num_rows"],
+        num_mounted=wire["num_mounted"],
         offset=wire["offset"],
         keep_as=wire["keep_as"],
     )

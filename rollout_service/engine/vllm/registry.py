@@ -47,6 +47,20 @@ class Group:
     is_recurrent: bool
     page_rows: int
     """Rows of a page; meaningless where the group is recurrent."""
+    reads_mounts: bool = True
+    """Whether mounted rows stand in its tables; meaningless where the group is recurrent."""
+
+    def num_rows(self, holder: AttachPlan | Residency) -> int:
+        """Rows in the group's table of a plan or residency."""
+        return holder.num_rows - (0 if self.reads_mounts else holder.num_mounted)
+
+    def num_pages(self, num_rows: int) -> int:
+        """Pages that hold so many rows."""
+        return -(-num_rows // self.page_rows)
+
+    def spans(self, plan: AttachPlan) -> tuple[RowSpan, ...]:
+        """What the plan mounts here."""
+        return plan.mounts if self.reads_mounts else ()
 
 
 @dataclass(eq=False, slots=True)
@@ -54,8 +68,10 @@ class Residency:
     """What a cursor holds in the core."""
 
     blocks: list[list[Any]]
-    """For each group: a block table over `num_rows`, or the one state block."""
+    """For each group: a block table over its rows, or the one state block."""
     num_rows: int
+    num_mounted: int
+    """Rows among them that only groups which read mounts have."""
     num_pins: int = 0
     is_doomed: bool = False
     """Released while pinned: goes with its last reader."""
@@ -100,6 +116,11 @@ class CursorRegistry:
         """Rows of an attention page."""
         return next(group.page_rows for group in self._groups if not group.is_recurrent)
 
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks that a page's rows take: one in each attention group."""
+        return sum(not group.is_recurrent for group in self._groups)
+
     def missing(self, plan: AttachPlan) -> list[int]:
         """Residencies that the plan reads and that are gone."""
         return self.absent(plan.reads())
@@ -123,15 +144,16 @@ class CursorRegistry:
             if residency.is_doomed and not residency.num_pins:
                 self._drop(residency_id)
 
-    def keep(self, residency_id: int, blocks: list[list[Any]], num_rows: int) -> None:
+    def keep(self, plan: AttachPlan, blocks: list[list[Any]], num_rows: int) -> None:
         """Own a finished request's blocks: no copy, and the running state is the checkpoint."""
+        residency = Residency(blocks, num_rows, plan.num_mounted)
         for group, table in zip(self._groups, blocks, strict=True):
-            num_used = 1 if group.is_recurrent else -(-num_rows // group.page_rows)
+            num_used = 1 if group.is_recurrent else group.num_pages(group.num_rows(residency))
             assert len(table) >= num_used
             self._pool.free_blocks(reversed(table[num_used:]))
             del table[num_used:]
-        assert residency_id not in self._held
-        self._held[residency_id] = Residency(blocks, num_rows)
+        assert plan.keep_as is not None and plan.keep_as not in self._held
+        self._held[plan.keep_as] = residency
 
     def release(self, residency_ids: Iterable[int]) -> None:
         """Drop residencies; pinned ones go with their last reader."""
@@ -173,16 +195,14 @@ class CursorRegistry:
 
     def num_new_blocks(self, plan: AttachPlan) -> int:
         """Blocks that `attach` will take from the pool."""
-        count = 0
-        for index, group in enumerate(self._groups):
+        count, parent = 0, self._parent(plan)
+        for group in self._groups:
             if group.is_recurrent:
                 count += 1
                 continue
-            num_shared = sum(end - begin for begin, end in self._full_pages(plan, group))
-            parent = self._parent(plan)
-            num_shared += parent.num_rows // group.page_rows if parent is not None else 0
-            count += -(-plan.num_rows // group.page_rows) - num_shared
-            assert index < len(self._groups)
+            num_shared = sum(end - begin for begin, end in _full_pages(plan, group))
+            num_shared += 0 if parent is None else group.num_rows(parent) // group.page_rows
+            count += group.num_pages(group.num_rows(plan)) - num_shared
         return count
 
     def attach(self, plan: AttachPlan) -> list[list[Any]]:
@@ -190,7 +210,8 @@ class CursorRegistry:
 
         The index space is `[full mounted pages | the parent's rows | mounted fragments]`: full
         pages are shared by reference, the parent's partial page and the fragments are copied.
-        A key carries its own rotary position, so the order of rows does not matter.
+        A key carries its own rotary position, so the order of rows does not matter. A group that
+        does not read mounts has the parent's rows without those that were mounted.
         """
         return [
             self._attach_state(plan, index)
@@ -207,14 +228,6 @@ class CursorRegistry:
     def _parent(self, plan: AttachPlan) -> Residency | None:
         return None if plan.parent is None else self._held[plan.parent]
 
-    def _full_pages(self, plan: AttachPlan, group: Group) -> list[tuple[int, int]]:
-        """For each mounted span the pages `[begin, end)` that lie wholly inside it."""
-        pages = []
-        for span in plan.mounts:
-            begin, end = -(-span.begin // group.page_rows), span.end // group.page_rows
-            pages.append((begin, max(begin, end)))
-        return pages
-
     def _attach_state(self, plan: AttachPlan, index: int) -> list[Any]:
         """A private state block: the parent's checkpoint copied, or zero under mounts alone."""
         parent = self._parent(plan)
@@ -228,27 +241,27 @@ class CursorRegistry:
     def _attach_rows(self, plan: AttachPlan, index: int, group: Group) -> list[Any]:
         table: list[Any] = []
         pieces: list[tuple[list[Any], int, int]] = []
-        for span, (begin, end) in zip(plan.mounts, self._full_pages(plan, group), strict=True):
+        for span, (begin, end) in zip(group.spans(plan), _full_pages(plan, group), strict=True):
             source = self._held[span.residency].blocks[index]
             table += source[begin:end]
             pieces += [(source, b, e) for b, e in _fragments(span, begin, end, group.page_rows)]
         parent = self._parent(plan)
         num_tail, tail = 0, None
         if parent is not None:
-            num_full, num_tail = divmod(parent.num_rows, group.page_rows)
+            num_full, num_tail = divmod(group.num_rows(parent), group.page_rows)
             table += parent.blocks[index][:num_full]
             tail = parent.blocks[index][num_full] if num_tail else None
         for block in table:
             block.ref_cnt += 1
         num_shared = len(table)
-        fresh = self._pool.get_new_blocks(-(-plan.num_rows // group.page_rows) - num_shared)
+        fresh = self._pool.get_new_blocks(group.num_pages(group.num_rows(plan)) - num_shared)
         table += fresh
         if tail is not None:
             self.copies.blocks.append((index, tail.block_id, fresh[0].block_id))
         row = num_shared * group.page_rows + num_tail
         for source, begin, end in pieces:
             row = self._copy_rows(index, group.page_rows, source, (begin, end), table, row)
-        assert row == plan.num_rows
+        assert row == group.num_rows(plan)
         return table
 
     def _copy_rows(
@@ -282,6 +295,15 @@ class CursorRegistry:
         residency = self._held.pop(residency_id)
         for table in residency.blocks:
             self._pool.free_blocks(reversed(table))
+
+
+def _full_pages(plan: AttachPlan, group: Group) -> list[tuple[int, int]]:
+    """For each span mounted in the group the pages `[begin, end)` that lie wholly inside it."""
+    pages = []
+    for span in group.spans(plan):
+        begin, end = -(-span.begin // group.page_rows), span.end // group.page_rows
+        pages.append((begin, max(begin, end)))
+    return pages
 
 
 def _fragments(span: RowSpan, begin: int, end: int, page: int) -> list[tuple[int, int]]:

@@ -166,7 +166,7 @@ class CursorScheduler(Scheduler):
         plan = plan_of(request)
         if plan is not None and plan.keep_as is not None and _ran_to_its_end(request):
             blocks = self.kv_cache_manager.pop_blocks(request)
-            self.registry.keep(plan.keep_as, blocks, request.num_computed_tokens)
+            self.registry.keep(plan, blocks, request.num_computed_tokens)
         if plan is not None and getattr(request, "octopus_pinned", False):
             request.octopus_pinned = False
             self.registry.unpin(plan.reads())
