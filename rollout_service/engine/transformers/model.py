@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 from harness_sdk.errors import ConfigError
 from rollout_service.cursors import Cursor
+from rollout_service.engine.mount_layers import choose_mount_layers
 from rollout_service.engine.transformers.mixers import MIXERS, install_mixer
 from rollout_service.engine.transformers.residency import Residency
 from rollout_service.engine.transformers.strip import KvBuffer, Run, Segment, State, build_strip
@@ -64,7 +65,9 @@ class StripModel:
                 self.initial_states[layer] = install_mixer(mixer, self.dtype)
         self.attention_layers = tuple(attention)
         self._attention_index = {layer: index for index, layer in enumerate(attention)}
-        self.mount_layers = self._mount_layers(mount_layers)
+        self.mount_layers = choose_mount_layers(
+            attention, is_hybrid=self.is_recurrent, chosen=mount_layers
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -151,22 +154,6 @@ class StripModel:
         """Logits of final hidden states: `[N, hidden]` -> `[N, V]`, at least float32."""
         logits = self._head(hidden) / self._logits_scaling
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def _mount_layers(self, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
-        if chosen is not None:
-            unknown = sorted(set(chosen) - set(self.attention_layers))
-            if unknown:
-                raise ConfigError(
-                    "mount layers without attention",
-                    value=unknown,
-                    limit=list(self.attention_layers),
-                )
-            return tuple(sorted(set(chosen)))
-        if self.is_recurrent:
-            return self.attention_layers
-        num_layers = len(self.attention_layers)
-        first = 3 * num_layers // 8
-        return self.attention_layers[first : first + max(num_layers // 4, 1)]
 
 
 def model_hash(path: str) -> str:
