@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 import aiomqtt
 
 from harness_sdk import control
+from harness_sdk._cancellation import end
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
 
@@ -63,8 +64,7 @@ class ControlBus:
         self._closing = True
         self.publish(_gone(self._state))
         await asyncio.wait([self._task], timeout=grace_s)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         self._task = None
 
     def publish(self, state: ReplicaState) -> None:
@@ -112,12 +112,11 @@ class ControlBus:
         try:
             await asyncio.wait([receive, publish], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            receive.cancel()
-            publish.cancel()
-            results = await asyncio.gather(receive, publish, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+            for task in (receive, publish):
+                await end(task)
+        for task in (receive, publish):
+            if not task.cancelled():
+                task.result()
 
     async def _receive(self, client: aiomqtt.Client) -> None:
         async for message in client.messages:
@@ -199,7 +198,8 @@ async def _retained(
             messages = aiter(client.messages)
             with contextlib.suppress(TimeoutError):
                 while True:
-                    message = await asyncio.wait_for(anext(messages), listen_s)
+                    async with asyncio.timeout(listen_s):
+                        message = await anext(messages)
                     yield str(message.topic), _bytes(message)
     except aiomqtt.MqttError as error:
         raise _away(error) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness_sdk.agents import Agent
 from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.runner import GroupOutcome, Runner, RunOptions
 from harness_sdk.summary import summarise
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         # Hours of episodes must not end at a folder that is not there.
         args.json.parent.mkdir(parents=True, exist_ok=True)
-    groups = asyncio.run(_evaluate(config, agent))
+    groups = run_interruptible(_evaluate(config, agent))
     summary = summarise(groups)
     sys.stdout.write("\n".join(summary.lines()) + "\n")
     if args.json is not None:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness_sdk.agents import Agent
 from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.client import OctopusClient
 from harness_sdk.errors import Unavailable
@@ -47,9 +47,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
     agent = configured_agent(args.agent, config)
-    # As Ctrl-C: what --model started ends in order, its records stored.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    asyncio.run(_run(config, agent))
+    run_interruptible(_run(config, agent))
     return 0
 
 

@@ -314,8 +314,11 @@ async def test_agent_without_tasks_is_refused(client: OctopusClient) -> None:
 
 
 async def octopus(*words: str) -> asyncio.subprocess.Process:
-    """The command, its output piped."""
+    """The command with SIGINT ignored, as a script's `command &` starts it; its output piped."""
     return await asyncio.create_subprocess_exec(
+        "sh",
+        "-c",
+        'trap "" INT; exec "$0" "$@"',
         sys.executable,
         "-m",
         "harness_sdk.cli",

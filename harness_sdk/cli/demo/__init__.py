@@ -6,11 +6,11 @@ import argparse
 import asyncio
 import json
 import logging
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     # Progress goes to stdout; what the services log is in the run's folder.
     logging.getLogger().setLevel(logging.WARNING)
     try:
-        figures = asyncio.run(_run(config))
-    except asyncio.CancelledError:
+        figures = run_interruptible(_run(config))
+    except KeyboardInterrupt:
         sys.stderr.write("octopus demo: stopped\n")
         return 130
     if args.json is not None:
@@ -53,10 +53,6 @@ async def _run(config: DemoConfig) -> Figures:
     from harness_sdk.cli.demo.progress import Progress
     from harness_sdk.cli.demo.report import write_report
 
-    task = asyncio.current_task()
-    assert task is not None
-    # Ctrl-C does the same through asyncio.run.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     progress = Progress()
     gallery, restarts = await run_phases(config, progress)
     figures = Figures.of(

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+from harness_sdk._cancellation import cancellable, end
 from harness_sdk.control import RECORD_FIELD, episodes_key
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 from harness_sdk.types import StopReason
 
 _KEPT = 64
 _BLOCK_MS = 500
+_PAUSE_S = 0.2
 _FIELD = RECORD_FIELD.encode()
 
 
@@ -34,8 +36,7 @@ class Gallery:
             try:
                 yield
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await end(task)
 
     def keep(self, data: bytes) -> None:
         """Take a record's bytes in the order in which the episodes ended.
@@ -58,10 +59,18 @@ class Gallery:
         return _pick(reversed(self._last), reward=1.0)
 
     async def _read(self, client: Any, key: str) -> None:
-        newest = await client.xrevrange(key, count=1)
+        import redis.exceptions
+
+        newest = await cancellable(client.xrevrange(key, count=1))
         last = newest[0][0] if newest else "0"
         while True:
-            for _, entries in await client.xread({key: last}, block=_BLOCK_MS) or ():
+            try:
+                streams = await cancellable(client.xread({key: last}, block=_BLOCK_MS))
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+                # The server is being restarted; its entries outlive that.
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            for _, entries in streams or ():
                 for entry_id, fields in entries:
                     last = entry_id
                     self.keep(fields[_FIELD])
