@@ -97,7 +97,8 @@ class ScriptedEngine(DryEngine):
         stats = super().stats()
         if self.kv_use is None:
             return stats
-        return replace(stats, tokens_resident=int(self.kv_use * 1000), tokens_capacity=1000)
+        capacity = 1_000_000
+        return replace(stats, tokens_resident=int(self.kv_use * capacity), tokens_capacity=capacity)
 
 
 class Bench:

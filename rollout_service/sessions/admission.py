@@ -1,4 +1,4 @@
-"""New episodes wait, first come first served, while the KV pool is too full."""
+"""New episodes wait, first come first served, while the KV pool is or will be too full."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ OnQueued = Callable[[Queued], Awaitable[None]]
 
 
 class Admission:
-    """The queue before an episode.
+    """The queue before an episode; calls of open episodes never pass through it.
 
     Args:
         kv_use: Reads the share of the pool that is taken now.
+        peak_use: The share that one more episode would bring it to, at the fullest moment.
         num_open: Counts the open episodes; with none open, waiting would never end.
         max_kv_use: Share above which nobody is admitted.
         poll_s: Pause between two looks.
@@ -25,11 +26,13 @@ class Admission:
         self,
         *,
         kv_use: Callable[[], float],
+        peak_use: Callable[[], float],
         num_open: Callable[[], int],
         max_kv_use: float,
         poll_s: float,
     ) -> None:
         self._kv_use = kv_use
+        self._peak_use = peak_use
         self._num_open = num_open
         self._max_kv_use = max_kv_use
         self._poll_s = poll_s
@@ -41,7 +44,7 @@ class Admission:
         return len(self._waiting)
 
     async def admit(self, on_queued: OnQueued | None) -> bool:
-        """Return once the caller is first and the pool has room; whether it had to wait.
+        """Return once the caller is first and the pool has room; tells whether it had to wait.
 
         Args:
             on_queued: Told the place in the queue at the beginning and at each change.
@@ -63,4 +66,4 @@ class Admission:
     def _may_enter(self, ticket: object) -> bool:
         if self._waiting[0] is not ticket:
             return False
-        return self._kv_use() <= self._max_kv_use or self._num_open() == 0
+        return self._num_open() == 0 or self._peak_use() <= self._max_kv_use

@@ -17,6 +17,7 @@ from rollout_service.background import Background
 from rollout_service.chat.chatml import ChatML
 from rollout_service.cursors import Cursor
 from rollout_service.engine.base import Engine
+from rollout_service.sessions.forecast import Footprint
 from rollout_service.sessions.guardrails import Guardrails
 from rollout_service.sessions.idempotency import Replies
 from rollout_service.sessions.metrics import Metrics
@@ -24,6 +25,9 @@ from rollout_service.sessions.options import Call, OpenRequest, SessionOptions, 
 from rollout_service.sessions.threads import NodeEntry, Step, Thread
 
 T = TypeVar("T")
+
+_IDLE_S = 30.0
+"""An episode that nobody has called for so long is not expected to grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,8 @@ class Episode:
         self.opened_at_s = time.time()
         self.threads: dict[str, Thread] = {}
         self.nodes: list[NodeEntry] = []
+        self.num_tokens = 0
+        """Appended so far, what was rewound included."""
         self.tools: ToolSchemas = ()
         """The agent's tools, as the first prompt listed them."""
         self.holder = 0
@@ -79,6 +85,7 @@ class Episode:
         """Residency being given back: it goes on where the caller of a call has left."""
         self._replies = Replies(service.options.max_replies)
         self._head_ids = itertools.count(1)
+        self._last_call_s = time.monotonic()
         self.add_thread(ROOT_THREAD, parent=None, base=None)
 
     @property
@@ -111,6 +118,7 @@ class Episode:
             cursor=cursor, thread_id=thread.thread_id, step=step.number, kind=kind, **known
         )
         self.nodes.append(node)
+        self.num_tokens += len(cursor.token_ids)
         step.nodes.append(node)
         if node.on_path:
             step.head = cursor
@@ -148,6 +156,15 @@ class Episode:
         if self.version_policy == "refresh":
             thread.policy_version = self.service.newest_version()
         return thread.policy_version
+
+    def footprint(self) -> Footprint:
+        """What it holds, and whether that is expected to grow."""
+        works = any(
+            thread.busy and thread.status is not ThreadStatus.WAITING
+            for thread in self.threads.values()
+        )
+        lately = time.monotonic() - self._last_call_s < _IDLE_S
+        return Footprint(num_tokens=self.num_tokens, is_growing=works or lately)
 
     def versions_in_use(self) -> set[int]:
         """Versions that must stay loaded for it.
@@ -291,6 +308,7 @@ class Episode:
         def ended(_: object) -> None:
             thread.busy, thread.task = "", None
             thread.idle.set()
+            self._last_call_s = time.monotonic()
             self.service.metrics.add(f"calls/{action}")
             self.service.metrics.add(f"seconds/{action}", time.perf_counter() - began)
             # Retrieved, so that a failure beside a cancellation does not warn.

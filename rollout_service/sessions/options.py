@@ -35,7 +35,7 @@ class SessionOptions:
     max_depth: int | None = None
     max_turns: int = 50
     admission_kv_use: float = 0.75
-    """New episodes wait while more of the pool than this is taken."""
+    """New episodes wait while more of the pool than this is taken, or is expected to be."""
     admission_poll_s: float = 0.05
     """Pause between two looks at the pool while episodes wait."""
     max_visible_tokens: int | None = None

@@ -31,6 +31,7 @@ from rollout_service.engine.base import Engine
 from rollout_service.sessions import branching, turns
 from rollout_service.sessions.admission import Admission, OnQueued
 from rollout_service.sessions.episode import Episode, Service
+from rollout_service.sessions.forecast import Forecast
 from rollout_service.sessions.guardrails import Guardrails
 from rollout_service.sessions.metrics import Metrics
 from rollout_service.sessions.options import (
@@ -97,8 +98,11 @@ class Sessions:
         self._closed: OrderedDict[str, CloseReply] = OrderedDict()
         self._began_s = time.monotonic()
         self._shut = False
+        limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
+        self._forecast = Forecast(limits.thread_budget)
         self._admission = Admission(
             kv_use=lambda: engine.stats().kv_use,
+            peak_use=self._peak_use,
             num_open=lambda: len(self._episodes),
             max_kv_use=self.options.admission_kv_use,
             poll_s=self.options.admission_poll_s,
@@ -371,6 +375,11 @@ class Sessions:
         episode = self.episode(call.episode_id)
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
 
+    def _peak_use(self) -> float:
+        stats = self._engine.stats()
+        footprints = [episode.footprint() for episode in self._episodes.values()]
+        return self._forecast.peak_use(stats.kv_use, stats.tokens_capacity, footprints)
+
     async def _repeated_opening(self, episode_id: str, key: str) -> Episode | None:
         """The episode that the first call with `key` opened; waits while that one waits."""
         while key and self._opening.get(episode_id) == key:
@@ -445,6 +454,7 @@ class Sessions:
         while len(self._closed) > self.options.max_closed:
             self._closed.popitem(last=False)
         del self._episodes[episode.episode_id]
+        self._forecast.ended(episode.num_tokens)
         self._service.metrics.add(f"episodes/{reason}")
         episode.closed.set()
         return reply
