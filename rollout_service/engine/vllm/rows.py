@@ -5,7 +5,7 @@ A fragment at a mount's edge is less than a page; copying pages would waste the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,41 +17,74 @@ Rows = tuple[int, int, int, int, int]
 """Source block, first row, destination block, first row, number."""
 
 
-def copy_blocks(cache: Tensor, num_blocks: int, copies: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks of one layer's cache or state, in place.
+class BlockMemory:
+    """A block's bytes in every layer, whatever they hold: a page, or a recurrent state.
 
-    vLLM has a function of its own for this; 0.32.0 copies only the first of several layers whose
-    views begin at one address, as those of a hybrid's groups do.
-
-    Args:
-        cache: `[num_blocks * k, ...]`: the backend may split a block in k.
-        num_blocks: Blocks of the scheduler.
-        copies: Source and destination blocks.
+    Groups overlay each other and a block belongs to one of them at a time, so one copy of the
+    bytes serves all groups: a few launches instead of several for each layer. vLLM has a function
+    of its own for this; 0.32.0 copies only the first of several layers whose views begin at one
+    address, as those of a hybrid's groups do.
     """
-    if copies:
-        source, destination = torch.tensor(copies, device=cache.device).unbind(1)
-        blocks = cache.unflatten(0, (num_blocks, cache.shape[0] // num_blocks))
-        blocks[destination] = blocks[source]
+
+    def __init__(self, caches: Iterable[Tensor], num_blocks: int) -> None:
+        """Find the memory behind `caches`.
+
+        Args:
+            caches: Each layer's cache or first state, `[num_blocks * k, ...]`: the backend may
+                split a block in k.
+            num_blocks: Blocks of the scheduler.
+        """
+        regions = [_bytes_by_block(cache, num_blocks) for cache in caches]
+        self._regions = list({region.data_ptr(): region for region in regions}.values())
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks `(source, destination)`, in place."""
+        if not copies:
+            return
+        source, destination = torch.tensor(copies, device=self._regions[0].device).unbind(1)
+        for region in self._regions:
+            region.index_copy_(0, destination, region.index_select(0, source))
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros."""
+        if not blocks:
+            return
+        index = torch.tensor(blocks, device=self._regions[0].device)
+        for region in self._regions:
+            region.index_fill_(0, index, 0)
+
+
+def _bytes_by_block(cache: Tensor, num_blocks: int) -> Tensor:
+    """The memory that a block takes from the start of `cache` on, `[num_blocks, n]` int32."""
+    storage = cache.untyped_storage()
+    stride = cache.stride(0) * cache.element_size() * (cache.shape[0] // num_blocks)
+    # Where all layers' pages of a block lie together, they are one region.
+    is_whole = stride * num_blocks == storage.nbytes()
+    begin = 0 if is_whole else cache.storage_offset() * cache.element_size()
+    size = torch.int32.itemsize
+    assert stride % size == 0 and begin % size == 0
+    words = torch.empty(0, dtype=torch.int32, device=cache.device)
+    return words.set_(storage, begin // size, (num_blocks, stride // size), (stride // size, 1))
 
 
 class RowCopier(Protocol):
-    """Copies rows within one attention layer's cache."""
+    """Copies rows within attention layers' caches."""
 
-    def copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
-        """Copy `rows`; a block of the scheduler holds `page_rows` rows."""
+    def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
+        """Copy `rows` in each of `caches`; a block of the scheduler holds `page_rows` rows."""
         ...
 
 
 class StridedRows:
     """GPU layouts: the logical view is `[kernel blocks, H, rows, 2D]`, K then V."""
 
-    def copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
-        """Copy `rows` on the cache's device."""
-        kernel_rows = cache.shape[2]
-        source, destination = _flat_rows(page_rows, rows)
-        source, destination = source.to(cache.device), destination.to(cache.device)
-        picked = cache[source // kernel_rows, :, source % kernel_rows]
-        cache[destination // kernel_rows, :, destination % kernel_rows] = picked
+    def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
+        """Copy `rows` on the caches' device."""
+        flat = torch.stack(_flat_rows(page_rows, rows)).to(caches[0].device)
+        kernel_rows = caches[0].shape[2]
+        (source, destination), (from_row, to_row) = flat // kernel_rows, flat % kernel_rows
+        for cache in caches:
+            cache[destination, :, to_row] = cache[source, :, from_row]
 
 
 class PackedRows:
@@ -66,8 +99,12 @@ class PackedRows:
         self._isa = isa
         self._places: Tensor | None = None
 
-    def copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
+    def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
         """Copy `rows` head by head in place."""
+        for cache in caches:
+            self._copy(cache, page_rows, rows)
+
+    def _copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
         num_blocks, heads, kernel_rows, width = cache.shape
         if self._places is None:
             self._places = self._learn(kernel_rows, width, cache.dtype)

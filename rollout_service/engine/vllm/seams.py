@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import numpy as np
 
 from harness_sdk.errors import ConfigError
 
@@ -104,6 +107,7 @@ FullAttentionSpec: Any = find_seam("vllm.v1.kv_cache_interface:FullAttentionSpec
 RequestStatus: Any = find_seam(
     "vllm.v1.request:RequestStatus", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"
 )
+ConstantList: Any = find_seam("vllm.v1.utils:ConstantList")
 EngineCore: Any = find_seam("vllm.v1.engine.core:EngineCore", "step", "abort_requests")
 GPUModelRunner: Any = find_seam(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
@@ -144,13 +148,43 @@ LoRARequest: Any = find_seam(
 def own_rows(request: Any, num_rows: int) -> None:
     """Give a request that many placeholder tokens in front of its own: rows computed elsewhere.
 
-    Done in the core, so a turn's message carries only its new tokens.
+    Done in the core, so a turn's message carries only its new tokens; nothing is stored for them
+    there, and the workers' copy is one array, so the context's length costs next to nothing.
     """
     require_attributes(request, "prompt_token_ids", "num_prompt_tokens", "_all_token_ids")
-    request.prompt_token_ids = [0] * num_rows + request.prompt_token_ids
+    own = request.prompt_token_ids
+    request.prompt_token_ids = np.zeros(num_rows + len(own), dtype=np.int64)
+    request.prompt_token_ids[num_rows:] = own
     request.num_prompt_tokens = len(request.prompt_token_ids)
-    # In place: the request's read-only view of its tokens holds this very list.
-    request._all_token_ids[:] = request.prompt_token_ids
+    request._all_token_ids = _RowsAndTokens(num_rows, own)
+    request.all_token_ids = ConstantList(request._all_token_ids)
+
+
+class _RowsAndTokens(list[int]):
+    """Tokens behind `num_rows` zeros that are not stored."""
+
+    def __init__(self, num_rows: int, token_ids: Iterable[int]) -> None:
+        super().__init__(token_ids)
+        self._num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows + super().__len__()
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        at = at + len(self) if at < 0 else at
+        return 0 if at < self._num_rows else super().__getitem__(at - self._num_rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(itertools.repeat(0, self._num_rows), super().__iter__())
+
+    def __reduce__(self) -> Any:
+        return _RowsAndTokens, (self._num_rows, list(super().__iter__()))
+
+    def copy(self) -> list[int]:
+        """All of them, zeros included."""
+        return list(iter(self))
 
 
 def add_utility(name: str, function: Callable[..., Any]) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollout_service.engine.vllm.launch import POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
 from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, Copies
-from rollout_service.engine.vllm.rows import PackedRows, RowCopier, StridedRows, copy_blocks
+from rollout_service.engine.vllm.rows import BlockMemory, PackedRows, RowCopier, StridedRows
 from rollout_service.engine.vllm.seams import (
     GPUModelRunner,
     GPUWorker,
@@ -27,6 +28,9 @@ from rollout_service.engine.vllm.seams import (
     require_attributes,
 )
 
+_PARTS = (list, tuple)
+"""A recurrent layer's states; an attention layer's cache is one tensor."""
+
 
 class CursorRunner(GPUModelRunner):
     """What a model runner does more for requests that carry a plan."""
@@ -36,31 +40,31 @@ class CursorRunner(GPUModelRunner):
         require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
         require_attributes(self, "compilation_config", "num_prompt_logprobs")
         self._row_copier = copier
+        self._block_memory: BlockMemory | None = None
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Zero and copy after vLLM zeroed fresh pages, before anything is computed."""
         result = super()._update_states(scheduler_output)
         copies = getattr(scheduler_output, COPIES_ATTRIBUTE, None)
-        if copies is not None:
-            for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-                self._copy_group(index, group, copies)
+        if copies is not None and (copies.blocks or copies.rows or copies.zeroed):
+            self._copy(copies)
         return result
 
-    def _copy_group(self, index: int, group: Any, copies: Copies) -> None:
-        blocks = [copy[1:] for copy in copies.blocks if copy[0] == index]
-        rows = [copy[1:] for copy in copies.rows if copy[0] == index]
-        zeroed = [block for owner, block in copies.zeroed if owner == index]
+    def _copy(self, copies: Copies) -> None:
         layers = self.compilation_config.static_forward_context
-        for name in group.layer_names if blocks or rows or zeroed else ():
-            cache = layers[name].kv_cache
-            parts = cache if is_recurrent(group.kv_cache_spec) else [cache]
-            for part in parts:
-                copy_blocks(part, self.kv_cache_config.num_blocks, blocks)
-                if zeroed:
-                    part[zeroed] = 0
+        groups = self.kv_cache_config.kv_cache_groups
+        if self._block_memory is None:
+            caches = [layers[name].kv_cache for group in groups for name in group.layer_names]
+            first = [min(c, key=Tensor.data_ptr) if isinstance(c, _PARTS) else c for c in caches]
+            self._block_memory = BlockMemory(first, self.kv_cache_config.num_blocks)
+        self._block_memory.copy([copy[1:] for copy in copies.blocks])
+        self._block_memory.zero([block for _, block in copies.zeroed])
+        for index, group in enumerate(groups):
+            rows = [copy[1:] for copy in copies.rows if copy[0] == index]
             if rows:
                 # Behind the blocks: a fragment's rows follow those of a copied partial page.
-                self._row_copier.copy(cache, group.kv_cache_spec.block_size, rows)
+                caches = [layers[name].kv_cache for name in group.layer_names]
+                self._row_copier.copy(caches, group.kv_cache_spec.block_size, rows)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Turn row indices into rotary positions, once pages have been found by row index."""
@@ -193,12 +197,12 @@ class LayerRows:
         self._runner = runner
         self._rows: PackedRows | None = None
 
-    def copy(self, cache: Any, page_rows: int, rows: Any) -> None:
+    def copy(self, caches: Any, page_rows: int, rows: Any) -> None:
         """Copy `rows`; see `RowCopier.copy`."""
         if self._rows is None:
             layers = self._runner.compilation_config.static_forward_context.values()
             self._rows = PackedRows(next(layer.isa for layer in layers if hasattr(layer, "isa")))
-        self._rows.copy(cache, page_rows, rows)
+        self._rows.copy(caches, page_rows, rows)
 
 
 def __getattr__(name: str) -> Any:
