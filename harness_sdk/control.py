@@ -78,6 +78,12 @@ def replica_topic(run: str, replica_id: str) -> str:
     return f"octopus/{run}/replica/{replica_id}"
 
 
+def echo_topic(run: str, client_id: str) -> str:
+    """MQTT topic of a client that listens to itself: what it subscribed to before has come when
+    its own message does."""
+    return f"octopus/{run}/echo/{client_id}"
+
+
 MASK = "**********"
 """Stands for a secret in everything that is shown."""
 
@@ -140,6 +146,12 @@ class ReplicaState:
     """Why the newest announcement was refused; empty where it was applied."""
     error_version: int = 0
     """Version that `error` is about."""
+    waiting_version: int = 0
+    """Version that is here and waits for a slot; 0 where none does."""
+    waiting_for: str = ""
+    """What holds the slots."""
+    waiting_s: float = 0.0
+    """How long versions have waited when this was said, every few seconds anew."""
 
     def to_json(self) -> str:
         """The retained payload."""

@@ -1,32 +1,32 @@
 """LoRA versions of this replica: fetch, check, load beside the running ones, prove, report.
 
-An announcement that cannot be served changes nothing but the state's `error`. Adapters are
-safetensors alone, of bounded size, and are copied before they are checked.
+An announcement that cannot be served changes nothing but the state's `error`; one that finds no
+free slot waits for it, and a newer one takes its place. Adapters are safetensors alone, of bounded
+size, and are copied before they are checked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, HarnessError, Unavailable
+from rollout_service.adapter_files import check_files, copy_adapter, make_empty
 from rollout_service.background import Background
 from rollout_service.engine.base import Engine
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONFIG_BYTES = 1 << 20
 _POLL_S = 0.05
+HEARTBEAT_S = 5.0
+"""Between two reports of a version that waits: the trainer knows by them that it still does."""
 _FETCH_PAUSE_S, _FETCH_PATIENCE_S = 0.5, 60.0
 
 Fetch = Callable[[int, Path], Awaitable[None]]
@@ -45,7 +45,6 @@ class Adapters:
         pinned: Versions that open episodes still sample under.
         max_versions: Adapters live at a time, version 0 aside.
         max_bytes: Largest file of tensors.
-        slot_wait_s: How long a new version waits for an old one's episodes to end.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Adapters:
         pinned: Callable[[], Collection[int]],
         max_versions: int = 4,
         max_bytes: int = 4 << 30,
-        slot_wait_s: float = 300.0,
     ) -> None:
         self._engine = engine
         self._state = state
@@ -69,8 +67,11 @@ class Adapters:
         self._pinned = pinned
         self._max_versions = max_versions
         self._max_bytes = max_bytes
-        self._slot_wait_s = slot_wait_s
         self._served: dict[int, str] = {0: ""}
+        self._waiting: PolicyAnnouncement | None = None
+        """Brought, checked, and without a slot."""
+        self._waiting_since_s = 0.0
+        self._waits = asyncio.Event()
         self._lock = asyncio.Lock()
         self._background = Background()
 
@@ -88,24 +89,36 @@ class Adapters:
         return max(self._served)
 
     async def apply(self, announcement: PolicyAnnouncement) -> ReplicaState:
-        """Serve `announcement`, or say in the state's `error` why not.
+        """Serve `announcement`, or let it wait for a slot, or say in the state's `error` why not.
 
-        A repeat of a version that serves changes nothing.
+        A repeat of a version that serves or waits changes nothing. What waits is served by
+        `serve_waiting`, unless a newer one takes its place first.
         """
         async with self._lock:
             version = announcement.version
-            if self._served.get(version) == announcement.sha256:
-                return self._state
-            try:
-                self._state = await self._apply(announcement)
-            except Exception as error:
-                # It comes from outside: whatever is wrong with it, the replica serves on.
-                told = str(error)
-                if not isinstance(error, HarnessError):
-                    told = f"adapter {version} cannot be served: {error!r}"
-                logger.error("adapter %d refused: %s", version, told)
-                self._state = replace(self._state, error=told, error_version=version)
+            served = self._served.get(version) == announcement.sha256
+            if not served and announcement != self._waiting:
+                try:
+                    await self._apply(announcement)
+                except Exception as error:
+                    # It comes from outside: whatever is wrong with it, the replica serves on.
+                    self._refuse(version, error)
             return self._state
+
+    async def serve_waiting(self, report: Callable[[ReplicaState], None]) -> None:
+        """Load what waits once an old version's episodes have ended; runs until cancelled.
+
+        Args:
+            report: Given the state once it serves, and every few seconds while it waits.
+        """
+        while True:
+            await self._waits.wait()
+            async with self._lock:
+                before = self._state
+                await self._retry()
+                if self._state is not before:
+                    report(self._state)
+            await asyncio.sleep(_POLL_S)
 
     async def start(self) -> None:
         """Remove what an earlier process left in the cache."""
@@ -116,18 +129,50 @@ class Adapters:
         await self._background.settle()
         await _remove(self._folder)
 
-    async def _apply(self, announcement: PolicyAnnouncement) -> ReplicaState:
+    async def _apply(self, announcement: PolicyAnnouncement) -> None:
         version = announcement.version
         self._check_announcement(announcement)
-        folder = self._folder / f"version-{version}"
-        await asyncio.to_thread(_make_empty, folder)
+        folder = self._adapter_folder(version)
+        if self._waiting is not None and self._waiting.version == version:
+            # Its files are written over.
+            self._set_waiting(None)
         try:
+            await asyncio.to_thread(make_empty, folder)
             await self._bring(announcement, folder)
-            await asyncio.to_thread(_check_files, announcement, folder)
-            await self._free_slot()
-            await self._engine.load_adapter(version, str(folder))
+            await asyncio.to_thread(check_files, announcement, folder)
         except BaseException:
             await self._background.finish(_remove(folder))
+            raise
+        if self._waiting is not None:
+            logger.info("version %d takes the place of %d", version, self._waiting.version)
+            await _remove(self._adapter_folder(self._waiting.version))
+        if await self._free_slot():
+            await self._load(announcement)
+        else:
+            self._wait(announcement)
+
+    async def _retry(self) -> None:
+        waiting = self._waiting
+        if waiting is None:
+            self._waits.clear()
+            return
+        try:
+            if await self._free_slot():
+                await self._load(waiting)
+            elif self._waited_s() >= self._state.waiting_s + HEARTBEAT_S:
+                self._tell_waiting(waiting.version)
+        except Exception as error:
+            # As in `apply`: a version that the engine refuses late is refused all the same.
+            self._refuse(waiting.version, error)
+
+    async def _load(self, announcement: PolicyAnnouncement) -> None:
+        """Load, prove and serve a version that is on disk, in the slot that is free for it."""
+        version = announcement.version
+        self._set_waiting(None)
+        try:
+            await self._engine.load_adapter(version, str(self._adapter_folder(version)))
+        except BaseException:
+            await self._background.finish(_remove(self._adapter_folder(version)))
             raise
         try:
             checksums = await self._engine.adapter_checksums(version)
@@ -138,7 +183,7 @@ class Adapters:
             raise
         self._served[version] = announcement.sha256
         logger.info("version %d serves; live: %s", version, sorted(self._served))
-        return replace(
+        self._state = replace(
             self._state,
             versions=tuple(sorted(self._served)),
             checksums=checksums,
@@ -147,8 +192,53 @@ class Adapters:
             error_version=0,
         )
 
+    def _wait(self, announcement: PolicyAnnouncement) -> None:
+        """Nothing is wrong with `announcement`: it is served when a slot frees."""
+        version = announcement.version
+        if self._waiting is None:
+            self._waiting_since_s = _now_s()
+        self._set_waiting(announcement)
+        self._state = replace(self._state, error="", error_version=0)
+        self._tell_waiting(version)
+        logger.warning(
+            "version %d waits for a slot: %s; it is served once their episodes end",
+            version,
+            self._state.waiting_for,
+        )
+
+    def _set_waiting(self, announcement: PolicyAnnouncement | None) -> None:
+        self._waiting = announcement
+        if announcement is not None:
+            self._waits.set()
+        else:
+            self._state = replace(self._state, waiting_version=0, waiting_for="", waiting_s=0.0)
+
+    def _tell_waiting(self, version: int) -> None:
+        # Whatever nothing held is unloaded by now.
+        held = sorted(set(self._served) - {0, self.newest()})
+        self._state = replace(
+            self._state,
+            waiting_version=version,
+            waiting_for=f"open episodes hold versions {', '.join(map(str, held))} and"
+            f" {self.newest()} is the newest; adapters.max_versions is {self._max_versions}",
+            waiting_s=self._waited_s(),
+        )
+
+    def _waited_s(self) -> float:
+        return _now_s() - self._waiting_since_s
+
+    def _refuse(self, version: int, error: Exception) -> None:
+        told = str(error)
+        if not isinstance(error, HarnessError):
+            told = f"adapter {version} cannot be served: {error!r}"
+        logger.error("adapter %d refused: %s", version, told)
+        self._state = replace(self._state, error=told, error_version=version)
+
     def _check_announcement(self, announcement: PolicyAnnouncement) -> None:
         version, newest = announcement.version, self.newest()
+        if self._waiting is not None:
+            # The same version with other bytes may still take its place.
+            newest = max(newest, self._waiting.version - 1)
         if version <= newest:
             raise AdapterError(
                 f"adapter {version} is not newer than what serves",
@@ -174,7 +264,7 @@ class Adapters:
             await self._fetch_patiently(version, folder)
         elif urlsplit(uri).scheme == "file":
             source = Path(unquote(urlsplit(uri).path))
-            await asyncio.to_thread(_copy, version, source, folder, self._max_bytes)
+            await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)
         else:
             raise AdapterError(
                 f"adapter {version} is nowhere that this replica looks",
@@ -194,22 +284,12 @@ class Adapters:
                 logger.warning("cannot fetch adapter %d yet: %s", version, error)
             await asyncio.sleep(_FETCH_PAUSE_S)
 
-    async def _free_slot(self) -> None:
-        """Unload the oldest unpinned versions until one more fits."""
-        give_up = asyncio.get_running_loop().time() + self._slot_wait_s
+    async def _free_slot(self) -> bool:
+        """Unload the oldest unpinned versions until one more fits; False where it does not."""
         while len(self._served) - 1 >= self._max_versions:
-            pinned = set(self._pinned())
-            if await self._unload_oldest(pinned):
-                continue
-            if asyncio.get_running_loop().time() > give_up:
-                raise AdapterError(
-                    "no room for another version: open episodes hold the old ones",
-                    value=f"{sorted(pinned & set(self._served))} held",
-                    limit=f"{self._max_versions} versions",
-                    remedy="raise adapters.max_versions or open episodes with version_policy"
-                    " refresh",
-                )
-            await asyncio.sleep(_POLL_S)
+            if not await self._unload_oldest(set(self._pinned())):
+                return False
+        return True
 
     async def _unload_oldest(self, pinned: Collection[int]) -> bool:
         """Unload the oldest version that nothing holds; whether there was one."""
@@ -226,75 +306,15 @@ class Adapters:
 
     async def _unload(self, version: int) -> None:
         await self._engine.unload_adapter(version)
-        await _remove(self._folder / f"version-{version}")
+        await _remove(self._adapter_folder(version))
+
+    def _adapter_folder(self, version: int) -> Path:
+        return self._folder / f"version-{version}"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _remove(folder: Path) -> None:
     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _copy(version: int, source: Path, folder: Path, max_bytes: int) -> None:
-    for name, limit in (
-        (control.ADAPTER_FILE, max_bytes),
-        (control.ADAPTER_CONFIG_FILE, _MAX_CONFIG_BYTES),
-    ):
-        try:
-            size = (source / name).stat().st_size
-        except FileNotFoundError as error:
-            raise AdapterError(
-                f"adapter {version} has no {name}",
-                value=source,
-                remedy="write it with safetensors, in PEFT's format, where every replica can read",
-            ) from error
-        if size > limit:
-            raise AdapterError(
-                f"{name} of adapter {version} is too large",
-                value=f"{size} bytes",
-                limit=f"{limit} bytes",
-                remedy="raise adapters.max_bytes or lower the rank",
-            )
-        shutil.copyfile(source / name, folder / name)
-
-
-def _check_files(announcement: PolicyAnnouncement, folder: Path) -> None:
-    """Compare the copied files with what was announced."""
-    version = announcement.version
-    with (folder / control.ADAPTER_FILE).open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    _expect(f"sha256 of adapter {version}", sha256, announcement.sha256)
-    names = _tensor_names(version, folder / control.ADAPTER_FILE)
-    _expect(f"number of tensors of adapter {version}", len(names), announcement.num_tensors)
-    try:
-        config = json.loads((folder / control.ADAPTER_CONFIG_FILE).read_bytes())
-        rank, alpha = config["r"], config["lora_alpha"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise AdapterError(
-            f"{control.ADAPTER_CONFIG_FILE} of adapter {version} is not PEFT's", value=error
-        ) from error
-    _expect(f"rank of adapter {version}", rank, announcement.rank)
-    _expect(f"alpha of adapter {version}", float(alpha), announcement.alpha)
-
-
-def _tensor_names(version: int, path: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise AdapterError(f"adapter {version} is no safetensors file", value=error) from error
-
-
-def _expect(what: str, found: Any, announced: Any) -> None:
-    if found != announced:
-        raise AdapterError(
-            f"{what} is not the announced one",
-            value=found,
-            limit=announced,
-            remedy="publish the version again",
-        )

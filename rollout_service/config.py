@@ -118,11 +118,10 @@ class AdapterOptions(Options):
     """Hot LoRA versions."""
 
     max_versions: int = Field(default=4, ge=2, le=64)
-    """Adapters live at a time; at least max_policy_lag + 1 of the trainer."""
+    """Adapters live at a time; at least max_policy_lag + 1 of the trainer. Where open episodes
+    hold all of them, the next version waits, and in time the trainer with it."""
     max_bytes: int = Field(default=4 << 30, ge=1)
     """Largest file of tensors."""
-    slot_wait_s: float = Field(default=300.0, ge=0)
-    """How long a new version waits for episodes that hold an old one."""
 
 
 class RolloutConfig(Options):

@@ -76,8 +76,13 @@ class RolloutService:
         if self._bus is None:
             await asyncio.Event().wait()
             return
-        async for announcement in self._bus.announcements():
-            self._bus.publish(await self.adapters.apply(announcement))
+        await asyncio.gather(
+            self._apply_announced(self._bus), self.adapters.serve_waiting(self._bus.publish)
+        )
+
+    async def _apply_announced(self, bus: ControlBus) -> None:
+        async for announcement in bus.announcements():
+            bus.publish(await self.adapters.apply(announcement))
 
     async def _start(self) -> None:
         config = self._config
@@ -148,7 +153,6 @@ class RolloutService:
             pinned=lambda: self.sessions.versions_in_use(),
             max_versions=config.adapters.max_versions,
             max_bytes=config.adapters.max_bytes,
-            slot_wait_s=config.adapters.slot_wait_s,
         )
 
     async def _stop_server(self, server: RunningServer) -> None:

@@ -14,12 +14,16 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import aiomqtt
 
 from harness_sdk import control
+from harness_sdk._cancellation import end
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
 
 log = logging.getLogger(__name__)
 
 Replicas = Mapping[str, ReplicaState]
+
+ECHO_S = 2.0
+"""Longest wait for the broker to send the trainer's own message back."""
 
 _SCHEMES = {"mqtt": 1883, "mqtts": 8883}
 
@@ -40,8 +44,12 @@ class ControlBus:
         self._parts = _address(url)
         self._run = run
         self._replica_topics = control.replica_topic(run, "+")
+        self._identifier = f"octopus-trainer-{run}-{os.getpid()}-{id(self) % 10_000}"
+        self._echo_topic = control.echo_topic(run, self._identifier)
         self._patience_s = patience_s
         self._replicas: dict[str, ReplicaState] = {}
+        self._heard_s: dict[str, float] = {}
+        self._caught_up = asyncio.Event()
         self._changed = asyncio.Condition()
         self._client: aiomqtt.Client | None = None
         self._announcement: PolicyAnnouncement | None = None
@@ -52,6 +60,7 @@ class ControlBus:
         self._task = asyncio.create_task(self._serve(), name="control-bus")
         try:
             await self._connected()
+            await self._hear_retained()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -64,14 +73,16 @@ class ControlBus:
         trace: TracebackType | None,
     ) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task)
 
     @property
     def replicas(self) -> Replicas:
         """The last state of every replica that the broker retains, dead ones too."""
         return dict(self._replicas)
+
+    def silence_s(self, replica_id: str) -> float:
+        """Seconds since the replica last said anything."""
+        return time.monotonic() - self._heard_s.get(replica_id, float("-inf"))
 
     async def announce(self, announcement: PolicyAnnouncement) -> None:
         """Retain `announcement` as the run's policy; repeated to a broker that comes back.
@@ -114,6 +125,18 @@ class ControlBus:
         assert self._client is not None
         return self._client
 
+    async def _hear_retained(self) -> None:
+        """Return once what the broker retains of the replicas has come.
+
+        It comes before what is published after the subscription, so an echo tells; a broker that
+        lets nobody publish there costs a moment.
+        """
+        client = await self._connected()
+        with contextlib.suppress(TimeoutError, aiomqtt.MqttError):
+            async with asyncio.timeout(ECHO_S):
+                await client.publish(self._echo_topic, b"", qos=1)
+                await self._caught_up.wait()
+
     async def _serve(self) -> None:
         delay_s = 0.1
         while True:
@@ -123,7 +146,9 @@ class ControlBus:
                     delay_s = 0.1
                     async for message in client.messages:
                         # amqtt sends a new client whatever is retained, subscribed or not.
-                        if message.topic.matches(self._replica_topics):
+                        if message.topic.matches(self._echo_topic):
+                            self._caught_up.set()
+                        elif message.topic.matches(self._replica_topics):
                             await self._take(str(message.topic), message.payload)
             except (aiomqtt.MqttError, OSError) as error:
                 self._last_error = error
@@ -134,7 +159,7 @@ class ControlBus:
             delay_s = min(2 * delay_s, 5.0)
 
     async def _greet(self, client: aiomqtt.Client) -> None:
-        await client.subscribe(self._replica_topics, qos=1)
+        await client.subscribe([(self._replica_topics, 1), (self._echo_topic, 1)])
         if self._announcement is not None:
             # A broker that restarted may have lost what it retained.
             await self._publish(client, self._announcement)
@@ -149,7 +174,7 @@ class ControlBus:
             parts.port or _SCHEMES[parts.scheme],
             username=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password else None,
-            identifier=f"octopus-trainer-{self._run}-{os.getpid()}-{id(self) % 10_000}",
+            identifier=self._identifier,
             tls_params=aiomqtt.TLSParameters() if parts.scheme == "mqtts" else None,
             timeout=10.0,
         )
@@ -161,6 +186,7 @@ class ControlBus:
     async def _take(self, topic: str, payload: object) -> None:
         replica_id = topic.rsplit("/", 1)[-1]
         async with self._changed:
+            self._heard_s[replica_id] = time.monotonic()
             if not payload:
                 self._replicas.pop(replica_id, None)
             elif isinstance(payload, bytes | str):

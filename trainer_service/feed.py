@@ -86,6 +86,7 @@ class StreamFeed:
         on_dropped: Awaited when groups were dropped, with their number since the run began.
         idle_s: Seconds without an episode after which `on_idle` is awaited.
         on_idle: Given the number of groups that wait here.
+        on_wait: Awaited while a batch is not whole yet, at least every `READ_BLOCK_S`.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class StreamFeed:
         on_dropped: Callable[[int], Awaitable[None]],
         idle_s: float,
         on_idle: Callable[[int], Awaitable[None]],
+        on_wait: Callable[[], Awaitable[None]],
     ) -> None:
         self._stream = stream
         self._collector = collector
@@ -105,6 +107,7 @@ class StreamFeed:
         self._on_dropped = on_dropped
         self._idle_s = idle_s
         self._on_idle = on_idle
+        self._on_wait = on_wait
         self._busy_at = time.monotonic()
         self._consuming: list[str] = []
         self._before = state
@@ -149,6 +152,7 @@ class StreamFeed:
             if groups is not None:
                 self._consuming += [e.entry_id for group in groups for e in group.episodes]
                 return Batch(groups=tuple(groups))
+            await self._on_wait()
             await self._read(block_s=READ_BLOCK_S)
         return None
 

@@ -81,6 +81,7 @@ class _Loop:
         self._link = link
         self._publisher = Publisher(config, link, bus) if link and bus else None
         self._num_dropped_groups = 0
+        self._behind = 0
         self._feed: Feed = self._make_feed()
 
     async def run(self) -> Progress:
@@ -175,6 +176,8 @@ class _Loop:
         if published is not None:
             values["publish/acknowledged"] = float(len(published.acknowledged))
             values["publish/silent"] = float(len(published.silent))
+            values["publish/waiting"] = float(len(published.waiting))
+            values["publish/behind"] = float(self._publisher.behind)
             values["publish/probe_delta_max"] = published.probe_delta_max
 
     async def _announce_again(self) -> None:
@@ -186,11 +189,17 @@ class _Loop:
         await self._unless_stopped(self._publisher.publish(served, min_replicas=0))
 
     async def _grant(self) -> None:
-        """Permits for groups: those consumed and dropped, and as many as the lag lets run ahead."""
+        """Permits for groups: those consumed and dropped, and as many as the lag lets run ahead.
+
+        A group that begins behind the newest version uses up a part of its lag at once: where
+        replicas wait for a slot, fewer groups begin, then none, and training waits with them.
+        """
         if self._link is None or not self._config.needs_groups:
             return
         await self._find_lost()
-        ahead = (1 + self._config.max_policy_lag) * self._config.batch.groups_per_step
+        self._behind = self._publisher.behind if self._publisher is not None else 0
+        steps = max(0, 1 + self._config.max_policy_lag - self._behind)
+        ahead = steps * self._config.batch.groups_per_step
         granted = self._run.progress.num_groups + self._num_dropped_groups + ahead
         size = self._config.batch.group_size
         await self._unless_stopped(grant_permits(self._link, self._config.run, granted, size))
@@ -206,6 +215,14 @@ class _Loop:
             log.info("%d groups that seemed lost came after all", found)
             self._feed.drop_lost(-found)
             self._num_dropped_groups = self._feed.num_dropped_groups
+
+    async def _on_wait(self) -> None:
+        """What replicas say between two steps: a wrong one stops the run, a slot lets it go on."""
+        if self._publisher is None:
+            return
+        self._publisher.check()
+        if self._publisher.behind != self._behind:
+            await self._grant()
 
     async def _on_dropped(self, num_dropped_groups: int) -> None:
         self._num_dropped_groups = num_dropped_groups
@@ -264,6 +281,7 @@ class _Loop:
             on_dropped=self._on_dropped,
             idle_s=batch.group_deadline_s,
             on_idle=self._on_idle,
+            on_wait=self._on_wait,
         )
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:

@@ -1,7 +1,9 @@
 """A new version to the replicas, and the proof that they serve it.
 
 The checksums that a replica read back from its serving buffers are the proof; its probe's
-log-probabilities are a second look. Either one differing stops training.
+log-probabilities are a second look. Either one differing stops training. A replica that waits for
+a slot stops nothing: it takes the newest version once one is free, and `behind` tells by how much
+training has to hold back until then.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ log = logging.getLogger(__name__)
 
 REPEAT_S = 2.0
 """Replicas that have not answered are told again: one may have been subscribing just then."""
+
+SILENT_S = 90.0
+"""A replica that waits for a slot repeats it every few seconds; one that has not for so long is
+no longer waited for. A large adapter may take most of it to arrive."""
 
 NUM_NAMED = 8
 """Tensors that an error names before it only counts."""
@@ -53,6 +59,8 @@ class PublishReport:
     version: int
     acknowledged: tuple[str, ...]
     """Replicas whose checksums and probe agree."""
+    waiting: tuple[str, ...]
+    """Replicas that have it and wait for a slot, which their open episodes hold."""
     silent: tuple[str, ...]
     """Live replicas that did not answer in time."""
     probe_delta_max: float
@@ -74,13 +82,14 @@ class Publisher:
         self._link = link
         self._bus = bus
         self._served: Served | None = None
+        self._told_waiting: set[str] = set()
 
     async def publish(self, served: Served, *, min_replicas: int = 0) -> PublishReport:
         """Store, announce, and wait for what the live replicas say.
 
         Args:
             served: The version.
-            min_replicas: Replicas that must serve it in time.
+            min_replicas: Replicas that must serve it in time, or wait for a slot.
 
         Raises:
             AdapterError: A replica refused the version, or serves something else.
@@ -98,6 +107,16 @@ class Publisher:
         self._judge(report, min_replicas)
         await self._forget_old(served.version)
         return report
+
+    @property
+    def behind(self) -> int:
+        """Versions that new episodes may begin behind the newest, for want of slots; 0 if none.
+
+        By the furthest of the replicas that wait for a slot.
+        """
+        newest = self._served.version if self._served is not None else 0
+        serving = [max(state.versions, default=0) for state in self._waiting().values()]
+        return max(0, newest - min(serving, default=newest))
 
     def check(self) -> None:
         """Compare every replica that says it serves the newest version, late ones too.
@@ -121,6 +140,36 @@ class Publisher:
                 )
             if self._served is not None:
                 verify(state, self._served, self._config.probe_tolerance)
+        self._tell_waiting()
+
+    def _waiting(self) -> dict[str, ReplicaState]:
+        return {
+            name: state
+            for name, state in self._bus.replicas.items()
+            if _waits(state) and self._bus.silence_s(name) < SILENT_S
+        }
+
+    def _tell_waiting(self) -> None:
+        """Log once that a replica waits, and once that it does no longer."""
+        waiting = self._waiting()
+        for name in sorted(waiting.keys() - self._told_waiting):
+            log.warning(
+                "replica %s waits for a slot for version %d: %s; training goes on up to the policy"
+                " lag, then waits too (raise adapters.max_versions, or open long episodes with"
+                " version_policy refresh)",
+                name,
+                waiting[name].waiting_version,
+                waiting[name].waiting_for,
+            )
+        for name in sorted(self._told_waiting - waiting.keys()):
+            state = self._bus.replicas.get(name)
+            if state is None or not state.alive:
+                log.warning("replica %s, which waited for a slot, is gone", name)
+            elif _waits(state):
+                log.warning("replica %s waited for a slot and says nothing any more", name)
+            else:
+                log.info("replica %s serves version %d", name, max(state.versions, default=0))
+        self._told_waiting = set(waiting)
 
     async def _announce(
         self,
@@ -161,20 +210,23 @@ class Publisher:
     def _report(self, served: Served, asked: frozenset[str], seconds: float) -> PublishReport:
         live = {name: state for name, state in self._bus.replicas.items() if state.alive}
         serving = {name: state for name, state in live.items() if _serves(state, served.version)}
+        waiting = {name for name, state in live.items() if state.waiting_version == served.version}
         deltas = [_probe_delta(state, served) for state in serving.values()]
         return PublishReport(
             version=served.version,
             acknowledged=tuple(sorted(serving)),
-            silent=tuple(sorted((asked & live.keys()) - serving.keys())),
+            waiting=tuple(sorted(waiting)),
+            silent=tuple(sorted((asked & live.keys()) - serving.keys() - waiting)),
             probe_delta_max=max(deltas, default=0.0),
             seconds=seconds,
         )
 
     def _judge(self, report: PublishReport, needed: int) -> None:
-        if len(report.acknowledged) < needed:
+        if len(report.acknowledged) + len(report.waiting) < needed:
             raise Unavailable(
                 f"too few replicas serve version {report.version}",
                 value=f"{len(report.acknowledged)} after {report.seconds:.1f} s"
+                + (f", waiting for a slot: {', '.join(report.waiting)}" if report.waiting else "")
                 + (f", silent: {', '.join(report.silent)}" if report.silent else ""),
                 limit=f"{needed} and more within {self._config.publish.ack_timeout_s:g} s",
                 remedy="start rollout services of this run, or lower publish.min_replicas",
@@ -256,9 +308,14 @@ def _serves(state: ReplicaState, version: int) -> bool:
     return bool(state.versions) and max(state.versions) == version
 
 
+def _waits(state: ReplicaState) -> bool:
+    return state.alive and state.waiting_version > 0
+
+
 def _answered(state: ReplicaState, version: int) -> bool:
     refused = bool(state.error) and state.error_version == version
-    return state.alive and (refused or _serves(state, version))
+    waits = state.waiting_version == version
+    return state.alive and (refused or waits or _serves(state, version))
 
 
 def _live(replicas: Replicas) -> frozenset[str]:

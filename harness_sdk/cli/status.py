@@ -89,6 +89,9 @@ async def _replica(address: str, known: ReplicaState | None) -> dict[str, Any]:
         "alive": known.alive if known is not None else True,
         "versions": list(known.versions) if known is not None else [],
         "error": known.error if known is not None else "",
+        "waiting_version": known.waiting_version if known is not None else 0,
+        "waiting_for": known.waiting_for if known is not None else "",
+        "waiting_s": known.waiting_s if known is not None else 0.0,
         "unreachable": "",
         "status": None,
     }
@@ -152,6 +155,11 @@ def _replica_lines(replica: dict[str, Any]) -> list[str]:
             f"    KV use {status['kv_use']:.1%}: {status['tokens_resident']} of"
             f" {status['tokens_capacity']} tokens, {status['resident_cursors']} cursors,"
             f" {status['recurrent_slots']} recurrent states"
+        )
+    if replica["waiting_version"]:
+        lines.append(
+            f"    version {replica['waiting_version']} waits for a slot, for"
+            f" {replica['waiting_s']:.0f} s and more: {replica['waiting_for']}"
         )
     if replica["error"]:
         lines.append(f"    refused: {replica['error']}")

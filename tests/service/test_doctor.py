@@ -93,8 +93,9 @@ async def test_status_shows_stream_policy_and_replicas(
     )  # fmt: skip
     gone = ReplicaState(replica_id="r-1", alive=False)
     lost = ReplicaState(
-        replica_id="r-2", alive=True, address=f"127.0.0.1:{free_port()}", versions=(0, 3)
-    )
+        replica_id="r-2", alive=True, address=f"127.0.0.1:{free_port()}", versions=(0, 3),
+        waiting_version=4, waiting_for="open episodes hold versions 2", waiting_s=12.3,
+    )  # fmt: skip
     async with embedded_broker() as mqtt_url, _connect(redis_url) as client:
         async with aiomqtt.Client("127.0.0.1", int(mqtt_url.rpartition(":")[2])) as bus:
             await bus.publish(control.policy_topic("x"), announcement.to_json(), 1, True)
@@ -116,6 +117,8 @@ async def test_status_shows_stream_policy_and_replicas(
     assert "1 in the stream, 1 undelivered, 0 pending, 1 dead" in shown
     assert "r-1  gone" in shown
     assert "versions 0, 3" in shown
+    assert "version 4 waits for a slot, for 12 s and more: open episodes hold" in shown
+    assert state["replicas"][1]["waiting_version"] == 4
     assert "error      127.0.0.1:" in shown
 
 

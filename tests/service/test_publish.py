@@ -12,6 +12,7 @@ from pathlib import Path
 import aiomqtt
 import pytest
 
+import trainer_service.publish
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer, embedded_broker
 from harness_sdk.cli.processes import free_port
@@ -230,6 +231,73 @@ async def test_silent_replica_costs_the_timeout_and_is_reported(
             await Publisher(config, link, bus).publish(
                 _served(tmp_path / "a", version=2), min_replicas=2
             )
+
+
+def _waits(announcement: PolicyAnnouncement) -> ReplicaState:
+    return ReplicaState(
+        replica_id="replica-0", alive=True, versions=(0, 3, 4),
+        waiting_version=announcement.version, waiting_for="open episodes hold versions 3",
+    )  # fmt: skip
+
+
+async def test_replica_that_waits_for_a_slot_is_an_answer_and_stops_nothing(
+    broker: str, link: RedisLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        ControlBus(broker, RUN) as bus,
+        _replica(broker, _waits, "full"),
+        _replica(broker, _good, "good"),
+    ):
+        await _until_known(bus, "full", "good")
+        publisher = Publisher(_config(ack_timeout_s=60.0), link, bus)
+        assert publisher.behind == 0
+        report = await publisher.publish(_served(tmp_path / "a", 6), min_replicas=2)
+        assert (report.acknowledged, report.waiting, report.silent) == (("good",), ("full",), ())
+        assert report.seconds < 30
+        assert publisher.behind == 6 - 4
+        report = await publisher.publish(_served(tmp_path / "a", 7), min_replicas=2)
+        assert (report.waiting, publisher.behind) == (("full",), 7 - 4)
+        with pytest.raises(Unavailable, match=r"1 after .*waiting for a slot: full; .*3 and more"):
+            await Publisher(_config(ack_timeout_s=0.3), link, bus).publish(
+                _served(tmp_path / "a", 8), min_replicas=3
+            )
+    told = [r.getMessage() for r in caplog.records if "waits for a slot" in r.getMessage()]
+    assert len([text for text in told if "for version 6" in text]) == 1
+    assert len([text for text in told if "for version 7" in text]) == 0
+
+
+async def test_replica_that_waits_and_falls_silent_is_waited_for_no_longer(
+    broker: str,
+    link: RedisLink,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ControlBus(broker, RUN) as bus, _replica(broker, _waits):
+        await _until_known(bus, "replica-0")
+        publisher = Publisher(_config(), link, bus)
+        await publisher.publish(_served(tmp_path / "a", 5))
+        assert publisher.behind == 1
+        monkeypatch.setattr(trainer_service.publish, "SILENT_S", 0.0)
+        assert publisher.behind == 0
+        publisher.check()
+    assert "replica replica-0 waited for a slot and says nothing any more" in caplog.text
+
+
+async def test_bus_knows_every_replica_that_the_broker_retains_once_it_is_entered(
+    broker: str,
+) -> None:
+    host, port = broker.removeprefix("mqtt://").split(":")
+    names = [f"replica-{number}" for number in range(200)]
+    async with aiomqtt.Client(host, int(port)) as client:
+        for name in names:
+            state = ReplicaState(replica_id=name, alive=True, checksums={"tensor": "a" * 64})
+            topic = control.replica_topic(RUN, name)
+            await client.publish(topic, state.to_json(), qos=1, retain=True)
+    async with ControlBus(broker, RUN) as bus:
+        assert sorted(bus.replicas) == sorted(names)
+        assert all(bus.silence_s(name) < 30 for name in names)
+        assert bus.silence_s("another") == float("inf")
 
 
 async def test_late_answer_is_compared_at_the_next_check(

@@ -47,7 +47,7 @@ async def settings(model: Path, tmp_path: Path) -> AsyncIterator[dict[str, Any]]
             "run": "live", "replica_id": "r", "run_folder": str(tmp_path / "runs"),
             "model": {"path": str(model)}, "server": {"port": 0, "grace_s": 1},
             "redis": {"url": redis_url}, "mqtt": {"url": mqtt_url},
-            "adapters": {"max_versions": 2, "slot_wait_s": 0},
+            "adapters": {"max_versions": 2},
         }  # fmt: skip
 
 
@@ -109,12 +109,13 @@ async def test_version_goes_live_under_a_running_episode(
                 await _state_until(mqtt_url, lambda state: 2 in state.versions)
                 # Version 1 is held by `new` and 2 is the newest: there is no room for 3.
                 await _announce(mqtt_url, model, 3, folders[2])
-                state = await _state_until(mqtt_url, lambda state: state.error_version == 3)
-                assert "open episodes hold the old ones" in state.error
+                state = await _state_until(mqtt_url, lambda state: state.waiting_version == 3)
+                assert "open episodes hold versions 1 and 2 is the newest" in state.waiting_for
                 assert (await new.root.generate("b", sampling=SAMPLING)).policy_version == 1
-            await _announce(mqtt_url, model, 3, folders[2])
+            # Its end is enough: nobody announces version 3 again.
             state = await _state_until(mqtt_url, lambda state: 3 in state.versions)
             assert (state.versions, state.error) == ((0, 2, 3), "")
+            assert (state.waiting_version, state.waiting_for) == (0, "")
             assert (await client.status()).policy_versions == (0, 2, 3)
         applying.cancel()
     assert not (await _state_until(mqtt_url, lambda state: not state.alive)).versions

@@ -239,10 +239,14 @@ async def test_group_that_is_whole_by_the_end_of_a_long_step_is_in_time(link: Re
     async def ignore(number: int) -> None:
         del number
 
+    async def nothing() -> None:
+        pass
+
     groups = GroupAssembler(group_size=2, min_group=2, deadline_s=0.2, max_policy_lag=None)
     feed = StreamFeed(
-        _stream(link), groups, num_groups=1, state={}, on_dropped=ignore, idle_s=60, on_idle=ignore
-    )
+        _stream(link), groups, num_groups=1, state={}, on_dropped=ignore, idle_s=60,
+        on_idle=ignore, on_wait=nothing,
+    )  # fmt: skip
     await feed.open()
     await _add(link, "a")
     assert await feed.next(0, lambda: groups.num_open > 0) is None
