@@ -17,6 +17,7 @@ from harness_sdk.records_file import read_records
 from harness_sdk.types import StopReason
 from trainer_service.config import BatchOptions
 from trainer_service.groups import Group, Scored, outcome
+from trainer_service.origin import Origin
 from trainer_service.stream import EpisodeStream
 
 READ_BLOCK_S = 0.5
@@ -258,16 +259,21 @@ class FileFeed:
         batch: Size, epochs and threshold.
         seed: Of the order.
         state: What `state()` returned for the checkpoint that this run resumes from.
+        origin: What the records have to be made with.
+
+    Raises:
+        ConfigError: None is left to train on, or one was made with another tokenizer.
     """
 
     def __init__(
-        self, path: Path, batch: BatchOptions, *, seed: int, state: dict[str, Any]
+        self, path: Path, batch: BatchOptions, *, seed: int, state: dict[str, Any], origin: Origin
     ) -> None:
         self._batch = batch
         self._seed = seed
         self._dropped: Counter[str] = Counter()
         self._groups: list[Group] = []
         for index, record in enumerate(read_records(path)):
+            origin.check(record)
             self._take(index, record)
         if not self._groups:
             raise ConfigError(

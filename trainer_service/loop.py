@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Coroutine, Iterator
@@ -20,6 +21,7 @@ from trainer_service.config import TrainerConfig
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
 from trainer_service.groups import GroupAssembler
 from trainer_service.metrics import report
+from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
 from trainer_service.run_folder import identity, locked
@@ -254,15 +256,17 @@ class _Loop:
     def _make_feed(self) -> Feed:
         config, state = self._config, self._run.feed_state
         batch = config.batch
+        assert config.model.path is not None
+        origin = Origin.of_folder(config.model.path)
         if batch.records is not None:
-            return FileFeed(batch.records, batch, seed=config.seed, state=state)
+            return FileFeed(batch.records, batch, seed=config.seed, state=state, origin=origin)
         assert self._link is not None
         stream = EpisodeStream(
             self._link,
             config.run,
             consumer=config.redis.consumer,
             claim_idle_s=config.redis.claim_idle_s,
-            parse=parse_record,
+            parse=functools.partial(parse_record, origin=origin),
         )
         collector: Collector = Demonstrations(batch.min_reward)
         if config.needs_groups:

@@ -7,14 +7,20 @@ import math
 from harness_sdk.record import EpisodeRecord, Node, record_from_bytes
 from harness_sdk.types import StopReason
 from trainer_service.dag import pack_episodes
+from trainer_service.origin import Origin
 
 _MAX_VERSION = 2**62
 
 
-def parse_record(data: bytes) -> EpisodeRecord:
+def parse_record(data: bytes, origin: Origin) -> EpisodeRecord:
     """A record that a step can be made of.
 
+    Args:
+        data: From the stream.
+        origin: What the run's records are made with.
+
     Raises:
+        RefusedRecord: It was made with another tokenizer or template.
         ProtocolError: The bytes are no record.
         ValueError: They are one that makes no sense: nodes, tokens, log-probabilities, mounts,
             rewards, stop reason.
@@ -28,6 +34,7 @@ def parse_record(data: bytes) -> EpisodeRecord:
     # An episode that failed before its first token is data too; it is dropped by its cause.
     if record.num_tokens:
         pack_episodes([record])
+    origin.check(record)
     return record
 
 

@@ -31,6 +31,7 @@ from harness_sdk import control
 from harness_sdk._cancellation import cancellable
 from harness_sdk.errors import ConfigError, ProtocolError, ServiceError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_from_bytes
+from trainer_service.origin import RefusedRecord
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class EpisodeStream:
         consumer: Name of this consumer; a restarted trainer keeps its name.
         group: Consumer group.
         claim_idle_s: Entries that another consumer left unacknowledged so long are taken over.
-        parse: Bytes to record; `ProtocolError` or `ValueError` mark the entry as bad.
+        parse: Bytes to record; `ProtocolError` or `ValueError` mark the entry as bad,
+            `RefusedRecord` as one that no other attempt makes better.
     """
 
     def __init__(
@@ -298,6 +300,9 @@ class EpisodeStream:
         data = fields.get(control.RECORD_FIELD.encode(), b"")
         try:
             record = await asyncio.to_thread(self._parse, data)
+        except RefusedRecord as error:
+            await self._bury(entry_id, data, error, error.cause)
+            return None
         except (ProtocolError, ValueError) as error:
             await self._suspect(entry_id, data, error)
             return None
@@ -321,14 +326,18 @@ class EpisodeStream:
         if attempts < MAX_PARSE_ATTEMPTS:
             self._suspects.append(entry_id)
             return
-        log.error("entry %s is no episode (%s); moved to %s", entry_id, error, self._dead_key)
+        await self._bury(entry_id, data, error, "poison")
+
+    async def _bury(self, entry_id: str, data: bytes, error: Exception, cause: str) -> None:
+        """Move an entry aside, with the reason beside it."""
+        log.error("entry %s moved to %s: %s", entry_id, self._dead_key, error)
         fields = {
             control.RECORD_FIELD: data,
             "entry_id": entry_id,
             "error": f"{type(error).__name__}: {error}",
         }
         await self._link.call(lambda: self._link.client.xadd(self._dead_key, fields))
-        await self._drop(entry_id, "poison")
+        await self._drop(entry_id, cause)
 
     async def _drop(self, entry_id: str, cause: str) -> None:
         self.dropped[cause] += 1

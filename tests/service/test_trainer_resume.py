@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.records_file import write_records
+from tests.chat_tokenizers import save_chat_tokenizer
 from tests.random_records import random_record
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
@@ -263,6 +265,25 @@ async def test_resume_refuses_another_base_model(tmp_path: Path, model: Path) ->
     other = save_tiny_model(tmp_path / "other", "qwen3_5", seed=1)
     with pytest.raises(ConfigError, match="another base model"):
         await train(_config(tmp_path, other, "r", **fields), asyncio.Event())
+
+
+async def test_records_of_another_tokenizer_than_the_model_folder_s_are_refused(
+    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+) -> None:
+    own = save_chat_tokenizer(Path(shutil.copytree(model, tmp_path / "model")))
+    other = [replace(record, tokenizer_hash="b" * 64) for record in _records()[:2]]
+    write_records(tmp_path / "a", other)
+    fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
+    with pytest.raises(ConfigError, match="episode-0 was made with another tokenizer"):
+        await train(_config(tmp_path, own, "file", **fields), asyncio.Event())
+    for record in [*other, *(r for r in _records() if r.group_id == "group-1")]:
+        entry = {control.RECORD_FIELD: record_to_bytes(record)}
+        await link.client.xadd(control.episodes_key("r"), entry)
+    config = _stream_config(tmp_path, own, "r", server.url).model_copy(update={"max_steps": 1})
+    await train(config, asyncio.Event())
+    (line,) = read_metrics(config.folder / "metrics.jsonl")
+    assert line["dropped/other_tokenizer"] == 2.0
+    assert await link.client.xlen(control.dead_key("r")) == 2
 
 
 async def test_second_trainer_of_a_run_is_refused(tmp_path: Path, model: Path) -> None:

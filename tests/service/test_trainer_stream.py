@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.errors import ConfigError, ServiceError, Unavailable
-from harness_sdk.record import record_to_bytes
+from harness_sdk.record import record_from_bytes, record_to_bytes
 from tests.records import small_record
 from trainer_service.feed import StreamFeed
 from trainer_service.groups import GroupAssembler
+from trainer_service.origin import Origin
+from trainer_service.parsing import parse_record
 from trainer_service.stream import (
     EpisodeStream,
     RedisLink,
@@ -182,6 +186,33 @@ async def test_record_that_parses_and_makes_no_sense_is_poison_too(link: RedisLi
         assert await _read(stream) == []
     ((_, fields),) = await link.client.xrange(control.dead_key(RUN))
     assert fields[b"error"] == b"ValueError: mounts nothing"
+
+
+async def test_record_of_another_tokenizer_moves_aside_at_once_with_what_to_do(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    parse = functools.partial(parse_record, origin=Origin({"a" * 64}))
+    hashes = {"first": "a" * 64, "other": "b" * 64, "last": "a" * 64}
+    for episode_id, tokenizer in hashes.items():
+        record = replace(small_record(episode_id), tokenizer_hash=tokenizer)
+        await link.client.xadd(KEY, {control.RECORD_FIELD: record_to_bytes(record)})
+    stream = _stream(link, parse=parse)
+    await stream.open()
+    assert await _read(stream) == ["first", "last"]
+    assert stream.dropped == {"other_tokenizer": 1}
+    ((_, fields),) = await link.client.xrange(control.dead_key(RUN))
+    error = fields[b"error"].decode()
+    assert error.startswith("RefusedRecord: episode other was made with another tokenizer; got bb")
+    assert "allowed: aa" in error
+    assert "the same model folder" in error
+    assert record_from_bytes(fields[control.RECORD_FIELD.encode()]).episode_id == "other"
+    assert await _num_pending(link) == 2
+    # It is done with: a restarted trainer does not meet it again.
+    async with _other_link(server) as restarted:
+        second = _stream(restarted, parse=parse)
+        await second.open()
+        assert await _read(second) == ["first", "last"]
+        assert second.dropped == {}
 
 
 async def test_redis_restart_loses_nothing(server: ValkeyServer, link: RedisLink) -> None:

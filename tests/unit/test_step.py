@@ -19,6 +19,7 @@ from trainer_service.config import OBJECTIVE_NAMES, TrainerConfig
 from trainer_service.feed import Batch
 from trainer_service.groups import Group, Scored
 from trainer_service.optim import Optimizer
+from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.policy import LoraOptions, Policy
 from trainer_service.run_state import probe_tokens
@@ -186,14 +187,14 @@ def test_episodes_are_never_cut_and_strips_stay_below_the_bound(
 def test_record_that_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> None:
     record: EpisodeRecord = replace(small_record("a"), **change)
     with pytest.raises(ValueError, match=said):
-        parse_record(record_to_bytes(record))
+        parse_record(record_to_bytes(record), Origin())
 
 
 def test_record_is_parsed_whole_and_bytes_that_are_none_are_refused() -> None:
     record = small_record("a")
-    assert parse_record(record_to_bytes(record)) == record
+    assert parse_record(record_to_bytes(record), Origin()) == record
     with pytest.raises(ProtocolError):
-        parse_record(b"\xff")
+        parse_record(b"\xff", Origin())
 
 
 def test_probe_follows_the_first_path() -> None:
