@@ -38,7 +38,8 @@ class EngineStats:
     tokens_computed: int
     """Tokens that went through the model, recomputation included."""
     tokens_recomputed: Mapping[str, int]
-    """By cause: `eviction`, `refresh`."""
+    """By cause: `eviction`, `refresh`; and `lead`, a turn of which only the state behind its last
+    token was kept, where the one before it is wanted."""
     tokens_sampled: int
 
     @property

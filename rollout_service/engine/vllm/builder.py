@@ -13,12 +13,17 @@ from typing import Any, TypeVar
 from rollout_service.cursors import Cursor, Mount
 from rollout_service.engine.base import SampledToken
 from rollout_service.engine.checks import check_version
-from rollout_service.engine.vllm.core_client import CoreClient, NotReady, ResidencyMissing
+from rollout_service.engine.vllm.core_client import (
+    CoreClient,
+    NotReady,
+    ResidencyMissing,
+    RunEnd,
+)
 from rollout_service.engine.vllm.footing import Footing, FootingStore, is_root, new_mounts
 from rollout_service.engine.vllm.gate import RebuildGate
 from rollout_service.engine.vllm.lora import LoadedAdapter
 from rollout_service.engine.vllm.pins import Pins
-from rollout_service.engine.vllm.plan import RowSpan
+from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
 from rollout_service.engine.vllm.turn import Turn
 
 _T = TypeVar("_T")
@@ -310,33 +315,37 @@ class FootingBuilder:
         prompt = start.lead + turn.prompt.token_ids
         plan = start.footing.plan(position=start.position, keep_as=residency)
         stream = self.client.stream(plan, prompt, lora=self._lora(version), **turn.vllm_sampling())
-        has_ended = is_over = False
+        end, is_over = None, False
         try:
             async for output in stream:
-                has_ended = output.finish_reason is not None
                 for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
-                    if turn.finish_reason is not None:
-                        # Sampled past a stop string before we saw it.
-                        has_ended = False
-                        break
                     turn.take(token_id, entry[token_id])
                     yield SampledToken(token_id=token_id, logprob=entry[token_id])
-                if turn.finish_reason is not None:
-                    break
+                end = output.end
             is_over = True
         finally:
             await stream.aclose()
-            self.tokens_computed += len(prompt) + max(len(turn.token_ids) - 1, 0)
-            if not (is_over and has_ended):
+            if not is_over:
+                self.tokens_computed += len(prompt) + max(len(turn.token_ids) - 1, 0)
                 await self.client.command("release", [residency])
+        assert end is not None
+        turn.finish_reason = end.finish_reason
         turn.finished = turn.cursor()
-        if has_ended:
-            footing = Footing.after(plan, len(prompt) + len(turn.token_ids) - 1)
-            await self._put(version, turn.finished, footing, False)
-        else:
-            # A stop string ended the turn and the run went past it: computed anew to its end.
-            cursor = turn.finished
-            await self._rebuilt(lambda: self._footing(version, cursor, complete=False, is_new=True))
+        self.tokens_computed += end.num_computed - plan.num_rows
+        await self._keep(version, turn.finished, plan, len(prompt) + len(turn.token_ids), end)
+
+    async def _keep(
+        self, version: int, cursor: Cursor, plan: AttachPlan, num_new: int, end: RunEnd
+    ) -> None:
+        """Hold what a turn left: it trails by the last token, or a step ahead has computed that."""
+        num_trailing = plan.num_rows + num_new - 1
+        num_kept = num_trailing if end.num_kept is None else end.num_kept
+        complete = num_kept > num_trailing
+        footing = Footing.after(plan, num_kept - plan.num_rows)
+        await self._put(version, cursor, footing, complete)
+        if end.num_kept is None:
+            # Preempted at its very end.
+            self.store.forget(footing.reads())
 
     def _lora(self, version: int) -> Any:
         check_version(version, list(self.adapters))
@@ -347,6 +356,8 @@ class FootingBuilder:
         """Why a cursor that existed before is computed."""
         if self.store.was_evicted(version, cursor):
             return "eviction"
+        if self.store.get(version, cursor, True) is not None:
+            return "lead"
         return "refresh" if cursor.policy_version != version else ""
 
     async def _rebuilt(self, run: Callable[[], Awaitable[_T]]) -> _T:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import pickle
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness_sdk.errors import AdapterError, EngineError, ResourceExhausted, Unavailable
+from harness_sdk.errors import (
+    AdapterError,
+    ConfigError,
+    EngineError,
+    ResourceExhausted,
+    Unavailable,
+)
+from harness_sdk.types import FinishReason
 from rollout_service.engine.vllm.lora import LoraSpec
 from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
+from rollout_service.engine.vllm.stops import STOP_ARG, Detokenize
 
 _COMMAND = "octopus_cursors"
+_LOAD_DETOKENIZER = "octopus_detokenizer"
 _RESULT_KEY = "octopus"
 _LOGPROBS_OF_SAMPLED = 0
 
@@ -76,6 +86,17 @@ class PoolUse:
         return (self.total - self.free) * self.page_rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended and what it left."""
+
+    finish_reason: FinishReason
+    num_computed: int
+    """Rows that it had at the end, those that it was given included."""
+    num_kept: int | None
+    """Rows that its residency holds; None where it holds nothing."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Output:
     """What one step, or the steps since the last one taken, made of a request."""
@@ -85,7 +106,8 @@ class Output:
     """For each token: its log-probability and those asked for."""
     prompt_logprobs: list[float]
     """Of the prompt's tokens after the first; with the last output's first token."""
-    finish_reason: str | None
+    end: RunEnd | None
+    """With the last output of a run that was not cut short."""
 
 
 class CoreClient:
@@ -111,9 +133,18 @@ class CoreClient:
         *,
         lora: Any = None,
         score_prompt: bool = False,
+        stop: Sequence[str] = (),
         **sampling: Any,
     ) -> AsyncGenerator[Output]:
         """Compute `prompt` on top of a plan's rows and sample; closing aborts.
+
+        Args:
+            plan: What is there already, and who keeps the rest.
+            prompt: Token ids to compute.
+            lora: vLLM's handle of an adapter.
+            score_prompt: Whether the prompt's log-probabilities are wanted.
+            stop: Strings that end the request.
+            sampling: Sampling parameters of vLLM.
 
         Raises:
             NotReady: The plan reads what was evicted meanwhile, or there is no room.
@@ -122,7 +153,7 @@ class CoreClient:
         if plan.num_rows + len(prompt) >= self._llm.model_config.max_model_len:
             raise PoolFull(self.use)
         params = self._seams.SamplingParams(
-            extra_args={EXTRA_ARG: plan.to_wire()},
+            extra_args={EXTRA_ARG: plan.to_wire(), STOP_ARG: list(stop)},
             detokenize=False,
             ignore_eos=True,
             output_kind=self._seams.RequestOutputKind.DELTA,
@@ -140,11 +171,12 @@ class CoreClient:
             async for raw in stream:
                 is_over = raw.finished
                 self._take_report(raw.kv_transfer_params)
-                output = _output(raw)
-                if output.finish_reason in ("error", "abort"):
+                if raw.outputs[0].finish_reason in ("error", "abort"):
                     await self._raise_cause(plan)
+                output = _output(raw)
                 num_sampled += len(output.token_ids)
-                if output.finish_reason == "length" and num_sampled < sampling["max_tokens"]:
+                is_cut = output.end is not None and output.end.finish_reason == "length"
+                if is_cut and num_sampled < sampling["max_tokens"]:
                     await self.command("release", [] if plan.keep_as is None else [plan.keep_as])
                     raise PoolFull(self.use)
                 yield output
@@ -175,6 +207,22 @@ class CoreClient:
             raise Unavailable(f"the engine process does not answer: {error}") from error
         self._take_report({_RESULT_KEY: report})
         return list(report["gone"])
+
+    async def load_detokenizer(self, detokenize: Detokenize) -> None:
+        """Let the core read the tokens of requests that have stop strings.
+
+        Raises:
+            ConfigError: It cannot be sent to another process.
+        """
+        try:
+            pickled = pickle.dumps(detokenize)
+        except Exception as error:
+            raise ConfigError(
+                "detokenize cannot be sent to the engine process",
+                value=f"{detokenize!r}: {error}",
+                limit="what pickle takes: a module's function, or a method of a picklable object",
+            ) from error
+        await self._llm.engine_core.call_utility_async(_LOAD_DETOKENIZER, pickled)
 
     async def load_lora(self, version: int, path: str) -> Any:
         """Load a PEFT folder between two steps; returns the handle that requests carry.
@@ -235,5 +283,14 @@ def _output(raw: Any) -> Output:
             for position in raw.prompt_logprobs or []
             if position
         ],
-        finish_reason=completion.finish_reason,
+        end=_end(completion.finish_reason, raw.kv_transfer_params),
+    )
+
+
+def _end(finish_reason: FinishReason | None, params: Any) -> RunEnd | None:
+    if finish_reason is None:
+        return None
+    report = params[_RESULT_KEY]
+    return RunEnd(
+        finish_reason=finish_reason, num_computed=report["computed"], num_kept=report["kept"]
     )

@@ -44,6 +44,7 @@ class VllmEngine:
         max_num_seqs: int = 64,
         max_adapters: int = 4,
         max_lora_rank: int = 64,
+        async_scheduling: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
         vllm_arguments: Mapping[str, Any] | None = None,
     ) -> None:
@@ -61,7 +62,8 @@ class VllmEngine:
             max_num_seqs: Requests computed at once; others wait in order.
             max_adapters: LoRA versions beside the base model.
             max_lora_rank: Highest rank among them.
-            detokenize: Text of token ids; needed for stop strings.
+            async_scheduling: Whether a step is scheduled while the one before it still runs.
+            detokenize: Text of token ids; needed for stop strings. The engine process gets a copy.
             vllm_arguments: Further engine arguments of vLLM.
         """
         self._model_path = model_path
@@ -74,6 +76,7 @@ class VllmEngine:
         self._max_num_seqs = max_num_seqs
         self._max_adapters = max_adapters
         self._max_lora_rank = max_lora_rank
+        self._async_scheduling = async_scheduling
         self._detokenize = detokenize
         self._vllm_arguments = dict(vllm_arguments or {})
         self._info: EngineInfo | None = None
@@ -124,12 +127,15 @@ class VllmEngine:
             max_num_seqs=self._max_num_seqs,
             max_adapters=self._max_adapters,
             max_lora_rank=self._max_lora_rank,
+            async_scheduling=self._async_scheduling,
             on_step=on_step,
             extra=self._vllm_arguments,
         )
         builder = FootingBuilder(self._llm)
         clients.append(builder.client)
         await builder.client.command("usage")
+        if self._detokenize is not None:
+            await builder.client.load_detokenizer(self._detokenize)
         self._info = EngineInfo(
             name="vllm",
             model=self._model_path,
@@ -233,7 +239,6 @@ class VllmEngine:
             sampling=sampling,
             stop_token_ids=stop_token_ids,
             max_tokens=min(sampling.max_tokens, room),
-            detokenize=self._detokenize,
         )
         with self._request(policy_version):
             stream = builder.generate(policy_version, turn)

@@ -80,6 +80,7 @@ def launch(
     max_num_seqs: int,
     max_adapters: int,
     max_lora_rank: int,
+    async_scheduling: bool,
     on_step: Callable[[float], None],
     extra: Mapping[str, Any],
 ) -> Any:
@@ -94,6 +95,7 @@ def launch(
         max_num_seqs: Requests computed at once.
         max_adapters: LoRA versions beside the base model; 0 serves the base model alone.
         max_lora_rank: Highest rank among them.
+        async_scheduling: Whether the core schedules a step ahead.
         on_step: Told the pool's use, 0 to 1, after each step.
         extra: Further engine arguments of vLLM, which win.
 
@@ -112,12 +114,12 @@ def launch(
         "skip_tokenizer_init": True,
         "max_num_seqs": max_num_seqs,
         "enable_prefix_caching": False,
-        "async_scheduling": False,
+        "async_scheduling": async_scheduling,
         "enforce_eager": device == "cpu",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "seed": int.from_bytes(os.urandom(4), "big") >> 1,
-        "scheduler_cls": f"{_PACKAGE}.scheduler.CursorScheduler",
+        "scheduler_cls": f"{_PACKAGE}.scheduler.{'Ahead' * async_scheduling}CursorScheduler",
         "worker_cls": f"{_PACKAGE}.worker.Cursor{'CPU' if device == 'cpu' else 'GPU'}Worker",
         "disable_log_stats": True,
         "enable_log_requests": False,
@@ -141,6 +143,8 @@ def launch(
         arguments["additional_config"] = {POOL_KEY: dataclasses.asdict(pool)}
         arguments["max_model_len"] = min(pool.max_tokens, max_positions)
     config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
+    # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.
+    config.scheduler_config.async_scheduling = async_scheduling
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )

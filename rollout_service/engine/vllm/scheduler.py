@@ -10,6 +10,7 @@ from typing import Any
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
 from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, CursorRegistry, Group
 from rollout_service.engine.vllm.seams import (
+    AsyncScheduler,
     KVCacheManager,
     RequestStatus,
     Scheduler,
@@ -19,9 +20,12 @@ from rollout_service.engine.vllm.seams import (
     own_rows,
     require_attributes,
 )
+from rollout_service.engine.vllm.stops import STOP_ARG, StopStrings
 
 COMMAND = "octopus_cursors"
 """Name of the core's utility call that carries cursor commands."""
+LOAD_DETOKENIZER = "octopus_detokenizer"
+"""Name of the one that brings the decoder for stop strings."""
 RESULT_KEY = "octopus"
 """Where a finished request's report lies in its `kv_transfer_params`."""
 
@@ -119,6 +123,7 @@ class CursorScheduler(Scheduler):
         )
         adopt(self.kv_cache_manager, CursorKVCacheManager)
         self.registry: CursorRegistry = self.kv_cache_manager.adopt_registry()
+        self.stops = StopStrings()
 
     def add_request(self, request: Any) -> None:
         """Queue a request; what it reads is pinned until it ends.
@@ -157,20 +162,39 @@ class CursorScheduler(Scheduler):
             "evicted": self.registry.take_evicted(),
         }
 
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        """Also end where a stop string does."""
+        new_token_ids, stopped = super()._update_request_with_output(
+            request, new_token_ids, *args, **kwargs
+        )
+        stops = (request.sampling_params.extra_args or {}).get(STOP_ARG)
+        if stops and request.status != RequestStatus.FINISHED_STOPPED:
+            found = self.stops.completed(stops, request.output_token_ids)
+            if found is not None:
+                request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, found
+                stopped = True
+        return new_token_ids, stopped
+
     def _free_request(self, request: Any, delay_free_blocks: bool = False) -> tuple[Any, Any]:
+        num_computed, num_kept = request.num_computed_tokens, _rows_to_keep(request)
         _, other = super()._free_request(request, delay_free_blocks)
-        return {RESULT_KEY: self.usage()}, other
+        return {RESULT_KEY: {**self.usage(), "computed": num_computed, "kept": num_kept}}, other
 
     def _free_blocks(self, request: Any) -> None:
         """At the end of a turn hand the blocks over instead of freeing them."""
-        plan = plan_of(request)
-        if plan is not None and plan.keep_as is not None and _ran_to_its_end(request):
-            blocks = self.kv_cache_manager.pop_blocks(request)
-            self.registry.keep(plan, blocks, request.num_computed_tokens)
+        plan, num_rows = plan_of(request), _rows_to_keep(request)
+        if plan is not None and plan.keep_as is not None and num_rows is not None:
+            self.registry.keep(plan, self.kv_cache_manager.pop_blocks(request), num_rows)
         if plan is not None and getattr(request, "octopus_pinned", False):
             request.octopus_pinned = False
             self.registry.unpin(plan.reads())
         super()._free_blocks(request)
+
+
+class AheadCursorScheduler(CursorScheduler, AsyncScheduler):
+    """The same where the core schedules a step before it has seen the last one's tokens."""
 
 
 def plan_of(request: Any) -> AttachPlan | None:
@@ -178,11 +202,22 @@ def plan_of(request: Any) -> AttachPlan | None:
     return getattr(request, "octopus_plan", None)
 
 
-def _ran_to_its_end(request: Any) -> bool:
-    return request.status in (
+def _rows_to_keep(request: Any) -> int | None:
+    """Rows that a finished request leaves to its residency; None where it leaves nothing.
+
+    They end at its last token or in front of it. A step scheduled ahead has computed that token,
+    never one behind it; `EndedRows` keeps a stop id out of the recurrent states.
+    """
+    if request.status not in (
         RequestStatus.FINISHED_STOPPED,
         RequestStatus.FINISHED_LENGTH_CAPPED,
-    )
+    ):
+        return None
+    num_rows, num_trailing = request.num_computed_tokens, request.num_tokens - 1
+    if isinstance(request.stop_reason, int):
+        num_rows = min(num_rows, num_trailing)
+    # Preempted while its last token was under way: nothing of it is left.
+    return num_rows if num_rows >= num_trailing else None
 
 
 def _command(core: Any, operation: str, residency_ids: list[int]) -> dict[str, Any]:
@@ -206,4 +241,9 @@ def _command(core: Any, operation: str, residency_ids: list[int]) -> dict[str, A
     return {**scheduler.usage(), "gone": gone}
 
 
+def _load_detokenizer(core: Any, pickled: bytes) -> None:
+    core.scheduler.stops.load(pickled)
+
+
 add_utility(COMMAND, _command)
+add_utility(LOAD_DETOKENIZER, _load_detokenizer)

