@@ -1,0 +1,281 @@
+"""Does the engine compute right? python -m benchmarks.vllm_engine.smoke [--only CASE...].
+
+Small models of real head sizes, random weights. Every cursor's log-probabilities are compared with
+the transformers engine in float32 on the same device, beside the difference of a cold flat run of
+the same engine (the noise floor): fork, fork of a fork, rewind, turns, mounts at page edges, mounts
+after eviction, LoRA. Prints one line a case; exits with 1 where one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vllm_engine.report import say
+from benchmarks.vllm_engine.shapes import LORA_TARGETS
+from harness_sdk.types import SamplingOptions
+from rollout_service.cursors import Cursor, Mount, child_cursor
+from rollout_service.engine.base import Generated
+from rollout_service.engine.transformers import TransformersEngine
+from rollout_service.engine.vllm import VllmEngine
+
+VOCAB = 512
+LIMIT_RATIO = 1.5
+"""Of a case's difference to the oracle over the flat runs'; fewer tokens, so more spread."""
+LIMIT_RMS = 0.3
+"""Nats, where the flat runs are quieter than bf16 usually is."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "hybrid_flash": {"family": "hybrid", "attention_backend": "FLASH_ATTN"},
+    "hybrid_triton": {"family": "hybrid", "attention_backend": "TRITON_ATTN"},
+    "dense_flash": {"family": "dense", "attention_backend": "FLASH_ATTN"},
+    "dense_triton": {"family": "dense", "attention_backend": "TRITON_ATTN"},
+}
+
+
+def main() -> None:
+    """Run the cases one after the other."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    failed: list[str] = []
+    found: dict[str, Any] = {}
+    for name in args.only:
+        begin = time.perf_counter()
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                found[name] = asyncio.run(_case(name, args.device, Path(scratch)))
+            bad = [line for line in found[name] if not found[name][line]["ok"]]
+            failed += [f"{name}/{line}" for line in bad]
+        except Exception as error:
+            traceback.print_exception(error)
+            found[name] = {"error": repr(error)}
+            failed.append(name)
+        say(f"{name}: {time.perf_counter() - begin:.0f} s, failed so far: {failed}")
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(found, indent=1) + f"\nFAILED: {failed}\n")
+    sys.exit(bool(failed))
+
+
+class _Checks:
+    """An engine, its oracle, and short calls."""
+
+    def __init__(self, engine: VllmEngine, oracle: TransformersEngine) -> None:
+        self.engine = engine
+        self.oracle = oracle
+        self.rng = random.Random(3)
+        self.version = 0
+
+    def ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(5, VOCAB) for _ in range(count))
+
+    async def extend(self, parent: Cursor | None, count: int, *mounts: Mount) -> Cursor:
+        inherited = parent.mounts if parent is not None else ()
+        return await self.engine.extend(
+            parent, self.ids(count), mounts=inherited + mounts, policy_version=self.version,
+            score_from=0 if parent is not None else 1,
+        )  # fmt: skip
+
+    async def turn(self, parent: Cursor, count: int) -> Cursor:
+        stream = self.engine.generate(
+            parent, (5, 6, 7), SamplingOptions(max_tokens=count), stop_token_ids=frozenset(),
+            policy_version=self.version,
+        )  # fmt: skip
+        found = [event async for event in stream]
+        assert isinstance(found[-1], Generated)
+        return found[-1].cursor
+
+    async def rms(self, *cursors: Cursor) -> float:
+        """Root-mean-square difference to the oracle, nats."""
+        squares: list[float] = []
+        for cursor in cursors:
+            expected = await self._rescored(cursor)
+            squares += [
+                (a - b) ** 2
+                for a, b in zip(cursor.sampled_logprobs, expected.sampled_logprobs, strict=True)
+            ]
+        return math.sqrt(sum(squares) / len(squares))
+
+    async def rms_flat(self, *cursors: Cursor) -> float:
+        """That of a cold run over each cursor's whole path."""
+        squares: list[float] = []
+        for cursor in cursors:
+            path = tuple(i for c in cursor.path() for i in c.token_ids)
+            count = len(cursor.sampled_logprobs)
+            cold = await self.engine.score(path, policy_version=self.version)
+            expected = (await self._rescored(cursor)).sampled_logprobs
+            squares += [(a - b) ** 2 for a, b in zip(cold[-count:], expected, strict=True)]
+        return math.sqrt(sum(squares) / len(squares))
+
+    async def _rescored(self, cursor: Cursor) -> Cursor:
+        first = len(cursor.token_ids) - len(cursor.sampled_logprobs)
+        again = child_cursor(
+            cursor.parent, cursor.token_ids, mounts=cursor.mounts, policy_version=self.version
+        )
+        return await self.oracle.extend(
+            again.parent, again.token_ids, mounts=again.mounts, policy_version=self.version,
+            score_from=first,
+        )  # fmt: skip
+
+
+async def _case(name: str, device: str, folder: Path) -> dict[str, dict[str, Any]]:
+    case = dict(CASES[name])
+    model = _save_model(folder / "model", case.pop("family"))
+    arguments: dict[str, Any] = {"max_model_len": 8192}
+    if device == "cuda":
+        arguments |= {
+            **case,
+            "kv_cache_memory_bytes": 4 << 30,
+            "gdn_prefill_backend": "triton",
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8],
+            },
+        }
+    engine = VllmEngine(
+        str(model), device=device, dtype="bfloat16", max_num_seqs=8, max_states=64, max_adapters=2,
+        max_lora_rank=8, max_tokens=None if device == "cuda" else 16_384, vllm_arguments=arguments,
+    )  # fmt: skip
+    await engine.start()
+    say(f"{name}: engine is up, pages of {engine.info.page_tokens}")
+    oracle = TransformersEngine(
+        str(model), device=device, dtype="float32", mount_layers=engine.info.mount_layers
+    )
+    await oracle.start()
+    try:
+        return await _compare(_Checks(engine, oracle), folder)
+    finally:
+        await engine.close()
+        await oracle.close()
+
+
+async def _compare(checks: _Checks, folder: Path) -> dict[str, dict[str, Any]]:
+    engine, page = checks.engine, checks.engine.info.page_tokens
+    found: dict[str, dict[str, Any]] = {}
+
+    async def note(line: str, cursors: Sequence[Cursor], flat: float) -> None:
+        value = await checks.rms(*cursors)
+        is_ok = value <= max(LIMIT_RATIO * flat, min(LIMIT_RMS, 3 * flat)) and value < LIMIT_RMS
+        found[line] = {"rms": round(value, 5), "flat_rms": round(flat, 5), "ok": is_ok}
+        say(f"  {line}: {found[line]}")
+
+    root = await checks.extend(None, 300)
+    left, right = await asyncio.gather(checks.extend(root, 700), checks.extend(root, 90))
+    nested = await checks.extend(left, 40)
+    turn = await checks.turn(nested, 24)
+    turns = await asyncio.gather(*(checks.turn(right, 24) for _ in range(6)))
+    rewound = await checks.extend(left, 60)
+    flat = await checks.rms_flat(root, left, right, nested, turn, rewound)
+    for line, cursors in (
+        ("root", [root]), ("fork", [left, right]), ("fork_of_fork", [nested]),
+        ("turn", [turn]), ("turns_at_once", turns), ("rewind", [rewound]),
+    ):  # fmt: skip
+        await note(line, cursors, flat)
+    for line, begin, end in (
+        ("mount_whole", 0, 700), ("mount_inside_page", 11, 60), ("mount_edges", 37, 695),
+        ("mount_to_page_edge", 3, max(page - 300, 9)),
+    ):  # fmt: skip
+        reader = await checks.extend(right, 50, Mount(source=left, begin=begin, end=min(end, 700)))
+        after = await checks.turn(reader, 12)
+        await note(line, [reader, after], flat)
+    transitive = (
+        await checks.extend(
+            rewound, 40, Mount(source=after, begin=0, end=len(after.token_ids)), *after.mounts
+        )
+        if after.mounts
+        else rewound
+    )
+    await note("mount_transitive", [transitive], flat)
+    await engine.forget_all()
+    again = await checks.extend(after, 30)
+    await note("after_eviction", [again], flat)
+    await _lora(checks, folder, note)
+    await engine.forget_all()
+    stats = engine.stats()
+    is_ok = (stats.tokens_resident, stats.recurrent_slots, stats.running) == (0, 0, 0)
+    found["nothing_left"] = {"ok": is_ok, "tokens": stats.tokens_resident}
+    return found
+
+
+async def _lora(checks: _Checks, folder: Path, note: Any) -> None:
+    path = _save_adapter(folder / "adapter", Path(checks.engine.info.model))
+    for one in (checks.engine, checks.oracle):
+        await one.load_adapter(1, str(path))
+    checks.version = 1
+    root = await checks.extend(None, 200)
+    fork = await checks.extend(root, 60)
+    turn = await checks.turn(fork, 12)
+    await note("lora", [root, fork, turn], await checks.rms_flat(root, fork, turn))
+    served = await checks.engine.adapter_checksums(1)
+    say(f"  {len(served)} served tensors read back")
+    checks.version = 0
+
+
+def _save_model(folder: Path, family: str) -> Path:
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
+    }  # fmt: skip
+    if family == "dense":
+        model: Any = hf.Qwen3ForCausalLM(
+            hf.Qwen3Config(**common, head_dim=128, num_hidden_layers=8)
+        )
+    else:
+        config = hf.Qwen3_5TextConfig(
+            **common, head_dim=256, num_hidden_layers=8, linear_key_head_dim=128,
+            linear_value_head_dim=128, linear_num_key_heads=2, linear_num_value_heads=4,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25
+            },
+        )  # fmt: skip
+        model = hf.Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.04)
+        for layer in model.model.layers:
+            if hasattr(layer, "self_attn"):
+                # Attention that matters: a mount must show.
+                layer.self_attn.q_norm.weight.fill_(0.8)
+                layer.self_attn.k_norm.weight.fill_(0.8)
+                layer.self_attn.o_proj.weight.normal_(0, 0.2)
+                layer.self_attn.v_proj.weight.normal_(0, 0.1)
+    model.to(torch.bfloat16).save_pretrained(str(folder))
+    return folder
+
+
+def _save_adapter(folder: Path, model: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(str(model))
+    names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    targets = [target for target in LORA_TARGETS if target in names]
+    adapted = get_peft_model(
+        base, LoraConfig(r=8, lora_alpha=16, target_modules=targets, init_lora_weights=False)
+    )
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+if __name__ == "__main__":
+    main()
