@@ -33,7 +33,7 @@ def episodes_key(run: str) -> str:
 
 
 def dead_key(run: str) -> str:
-    """Redis stream of records that failed to parse three times."""
+    """Redis stream of records that failed to parse three times or were refused, newest kept."""
     return f"octopus:{run}:dead"
 
 

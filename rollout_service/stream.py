@@ -286,7 +286,9 @@ class StreamState:
     undelivered: int
     """Of the group that lags most; the whole length without a group."""
     dead: int
-    """Records that failed to parse."""
+    """Records that failed to parse or were refused, as far as they are kept."""
+    dead_trimmed: int
+    """Such that are no longer kept."""
 
 
 async def read_stream_state(url: str, run: str) -> StreamState:
@@ -296,15 +298,20 @@ async def read_stream_state(url: str, run: str) -> StreamState:
         Unavailable: Redis cannot be reached.
     """
     client = _client(url)
-    key = control.episodes_key(run)
+    key, dead_key = control.episodes_key(run), control.dead_key(run)
     try:
         length = await client.xlen(key)
         groups = await client.xinfo_groups(key) if await client.exists(key) else []
+        dead = {"length": 0}
+        if await client.exists(dead_key):
+            dead = await client.xinfo_stream(dead_key)
         return StreamState(
             length=length,
             pending=sum(group["pending"] for group in groups),
             undelivered=max((group["lag"] or 0 for group in groups), default=length),
-            dead=await client.xlen(control.dead_key(run)),
+            dead=dead["length"],
+            # Counted from Redis 7 on.
+            dead_trimmed=dead.get("entries-added", dead["length"]) - dead["length"],
         )
     except (RedisError, OSError) as error:
         raise _away(error) from error

@@ -134,6 +134,11 @@ class StreamFeed:
         return self._collector.dropped_groups["lost"]
 
     @property
+    def num_dead_trimmed(self) -> int:
+        """Records moved aside and no longer kept."""
+        return self._stream.num_dead_trimmed
+
+    @property
     def num_waiting(self) -> int:
         """Groups that wait for episodes or for a step."""
         return self._collector.num_waiting

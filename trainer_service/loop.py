@@ -25,9 +25,10 @@ from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
 from trainer_service.run_folder import identity, locked
+from trainer_service.run_keys import claim_run, grant_permits, permits
 from trainer_service.run_state import Progress, RunState, probe_tokens
 from trainer_service.step import StepResult, train_step
-from trainer_service.stream import EpisodeStream, RedisLink, claim_run, grant_permits, permits
+from trainer_service.stream import EpisodeStream, RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +246,8 @@ class _Loop:
             values[f"dropped/{cause}"] = float(count)
         values["dropped/total"] = float(sum(self._feed.dropped().values()))
         values["policy/version"] = float(self._run.progress.version)
+        if isinstance(self._feed, StreamFeed):
+            values["dead/trimmed"] = float(self._feed.num_dead_trimmed)
         report(
             self._config.folder / "metrics.jsonl",
             self._run.optimizer.num_steps,

@@ -21,7 +21,8 @@ from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from trainer_service.bus import ControlBus, Replicas
 from trainer_service.config import TrainerConfig
-from trainer_service.stream import RedisLink, delete_adapter, upload_adapter
+from trainer_service.run_keys import delete_adapter, upload_adapter
+from trainer_service.stream import RedisLink
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Everything this service says to Redis: the episode stream, permits and adapter chunks.
+"""The trainer's connection to Redis and its place in the stream of episodes; see also `run_keys`.
 
 An entry is acknowledged only by `acknowledge`, which the loop calls once a durable checkpoint
 holds what became of it; whatever was read and not acknowledged comes again after a restart.
@@ -7,13 +7,11 @@ holds what became of it; whatever was read and not acknowledged comes again afte
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -38,6 +36,11 @@ log = logging.getLogger(__name__)
 MAX_PARSE_ATTEMPTS = 3
 RECENT_EPISODES = 16_384
 """Episode ids remembered for dropping duplicates; a duplicate follows its first within seconds."""
+
+MAX_DEAD = 256
+"""Entries that the stream of dead records keeps, the newest: enough to see what is wrong, and at
+about 1 MB for an episode of 128K tokens no burden on a server that evicts nothing. Redis trims
+whole blocks of small entries, so up to a hundred more may stay."""
 
 T = TypeVar("T")
 _Entry = tuple[bytes, dict[bytes, bytes] | None]
@@ -154,6 +157,8 @@ class EpisodeStream:
         self._seen_reconnects = -1
         self._next_claim = 0.0
         self.dropped: Counter[str] = Counter()
+        self.num_dead_trimmed = 0
+        """Dead records that are no longer kept, by the server's count at the last one."""
 
     async def open(self, *, consumed: Iterable[str] = (), recent: Iterable[str] = ()) -> None:
         """Join the consumer group and settle what the last checkpoint had already used.
@@ -329,14 +334,23 @@ class EpisodeStream:
         await self._bury(entry_id, data, error, "poison")
 
     async def _bury(self, entry_id: str, data: bytes, error: Exception, cause: str) -> None:
-        """Move an entry aside, with the reason beside it."""
+        """Move an entry aside, with the reason beside it; the oldest such are let go."""
         log.error("entry %s moved to %s: %s", entry_id, self._dead_key, error)
         fields = {
             control.RECORD_FIELD: data,
             "entry_id": entry_id,
             "error": f"{type(error).__name__}: {error}",
         }
-        await self._link.call(lambda: self._link.client.xadd(self._dead_key, fields))
+        client = self._link.client
+        await self._link.call(
+            lambda: client.xadd(self._dead_key, fields, maxlen=MAX_DEAD, approximate=True)
+        )
+        info = await self._link.call(lambda: client.xinfo_stream(self._dead_key))
+        # Counted from Redis 7 on.
+        trimmed = info.get("entries-added", info["length"]) - info["length"]
+        if trimmed and not self.num_dead_trimmed:
+            log.warning("%s keeps its newest %d entries alone", self._dead_key, info["length"])
+        self.num_dead_trimmed = trimmed
         await self._drop(entry_id, cause)
 
     async def _drop(self, entry_id: str, cause: str) -> None:
@@ -347,86 +361,3 @@ class EpisodeStream:
         self._recent[episode_id] = None
         while len(self._recent) > RECENT_EPISODES:
             del self._recent[next(iter(self._recent))]
-
-
-async def claim_run(link: RedisLink, run: str, owner: str, place: str) -> None:
-    """Bind a run to the run folder `owner`: what a checkpoint has consumed is known there alone.
-
-    Args:
-        link: Connection.
-        run: Run name.
-        owner: Id of the folder.
-        place: Where it is, for people.
-
-    Raises:
-        ConfigError: Another folder trains the run.
-    """
-    key = control.trainer_key(run)
-
-    async def claim() -> bytes:
-        await link.client.set(key, f"{owner} {place}", nx=True)
-        return await link.client.get(key)
-
-    found, _, found_place = (await link.call(claim)).decode().partition(" ")
-    if found != owner:
-        raise ConfigError(
-            f"another run folder trains run {run}",
-            value=place,
-            limit=found_place,
-            remedy=f"train in that folder, or use a new run name; if it is gone for good, the "
-            f"keys octopus:{run}:* of Redis belong to it",
-        )
-
-
-async def grant_permits(link: RedisLink, run: str, granted: int, group_size: int) -> None:
-    """Allow `granted` groups of `group_size` since the run began; a lower number allows no less."""
-    key, wake = control.permits_key(run), control.permits_wake_key(run)
-
-    async def grant() -> None:
-        before = await link.client.hget(key, "granted")
-        async with link.client.pipeline(transaction=True) as pipe:
-            pipe.hset(key, "group_size", group_size)
-            if before is None or int(before) < granted:
-                pipe.hset(key, "granted", granted)
-                pipe.lpush(wake, granted)
-                pipe.ltrim(wake, 0, 15)
-            await pipe.execute()
-
-    await link.call(grant)
-
-
-async def permits(link: RedisLink, run: str) -> tuple[int, int]:
-    """Groups `granted` and `taken` so far."""
-    found = await link.call(lambda: link.client.hmget(control.permits_key(run), "granted", "taken"))
-    return int(found[0] or 0), int(found[1] or 0)
-
-
-async def upload_adapter(link: RedisLink, run: str, version: int, folder: Path) -> str:
-    """Store a PEFT adapter folder in chunks; its hash appears last, so readers see it whole.
-
-    Returns:
-        The `redis:` address of the announcement.
-    """
-    data = await asyncio.to_thread((folder / control.ADAPTER_FILE).read_bytes)
-    size = control.ADAPTER_CHUNK_BYTES
-    chunks = [data[start : start + size] for start in range(0, len(data), size)]
-    for index, chunk in enumerate(chunks):
-        key = control.adapter_chunk_key(run, version, index)
-        await link.call(lambda key=key, chunk=chunk: link.client.set(key, chunk))
-    meta = {
-        "num_chunks": len(chunks),
-        "num_bytes": len(data),
-        "sha256": await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()),
-        "config": await asyncio.to_thread((folder / control.ADAPTER_CONFIG_FILE).read_text),
-    }
-    key = control.adapter_meta_key(run, version)
-    await link.call(lambda: link.client.hset(key, mapping=meta))
-    return f"redis:{control.adapter_key(run, version)}"
-
-
-async def delete_adapter(link: RedisLink, run: str, version: int) -> None:
-    """Remove a version's chunks; nothing happens where there are none."""
-    meta = control.adapter_meta_key(run, version)
-    count = await link.call(lambda: link.client.hget(meta, "num_chunks"))
-    keys = [control.adapter_chunk_key(run, version, index) for index in range(int(count or 0))]
-    await link.call(lambda: link.client.delete(meta, *keys))

@@ -131,6 +131,7 @@ def _screen(state: dict[str, Any]) -> str:
         lines.append(
             f"episodes   {stream['length']} in the stream, {stream['undelivered']} undelivered,"
             f" {stream['pending']} pending, {stream['dead']} dead"
+            + (f" ({stream['dead_trimmed']} older ones gone)" if stream["dead_trimmed"] else "")
         )
     lines.append(f"replicas   {len(state['replicas'])}")
     for replica in state["replicas"]:

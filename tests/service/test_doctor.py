@@ -110,7 +110,13 @@ async def test_status_shows_stream_policy_and_replicas(
         state = json.loads(capsys.readouterr().out)
         assert await asyncio.to_thread(main, flags) == 1
         shown = capsys.readouterr().out
-    assert state["stream"] == {"length": 1, "pending": 0, "undelivered": 1, "dead": 1}
+    assert state["stream"] == {
+        "length": 1,
+        "pending": 0,
+        "undelivered": 1,
+        "dead": 1,
+        "dead_trimmed": 0,
+    }
     assert state["policy"]["version"] == 3
     assert [replica["alive"] for replica in state["replicas"]] == [False, True]
     assert "policy     version 3, rank 8, 6 tensors" in shown

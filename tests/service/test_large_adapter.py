@@ -8,7 +8,8 @@ from pathlib import Path
 from harness_sdk import control
 from harness_sdk.cli.embedded import embedded_valkey
 from rollout_service.stream import EpisodeStream
-from trainer_service.stream import RedisLink, upload_adapter
+from trainer_service.run_keys import upload_adapter
+from trainer_service.stream import RedisLink
 
 SIZE = 300_000_000
 RUN = "large"

@@ -24,8 +24,9 @@ from tests.records import small_record
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics
+from trainer_service.run_keys import permits
 from trainer_service.run_state import Progress
-from trainer_service.stream import RedisLink, permits
+from trainer_service.stream import RedisLink
 
 RUN, NUM_SLOTS, LAG = "slots", 4, 1
 

@@ -28,7 +28,8 @@ from tests.trainer_process import CRASH_POINTS, run_trainer
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics
-from trainer_service.stream import RedisLink, permits
+from trainer_service.run_keys import permits
+from trainer_service.stream import RedisLink
 
 NUM_GROUPS, GROUP_SIZE, MAX_STEPS = 4, 2, 4
 

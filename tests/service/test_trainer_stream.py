@@ -17,18 +17,17 @@ from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.errors import ConfigError, ServiceError, Unavailable
 from harness_sdk.record import record_from_bytes, record_to_bytes
+from rollout_service.stream import read_stream_state
 from tests.records import small_record
 from trainer_service.feed import StreamFeed
 from trainer_service.groups import GroupAssembler
-from trainer_service.origin import Origin
+from trainer_service.origin import Origin, RefusedRecord
 from trainer_service.parsing import parse_record
+from trainer_service.run_keys import delete_adapter, grant_permits, permits, upload_adapter
 from trainer_service.stream import (
+    MAX_DEAD,
     EpisodeStream,
     RedisLink,
-    delete_adapter,
-    grant_permits,
-    permits,
-    upload_adapter,
 )
 
 RUN = "r"
@@ -213,6 +212,40 @@ async def test_record_of_another_tokenizer_moves_aside_at_once_with_what_to_do(
         await second.open()
         assert await _read(second) == ["first", "last"]
         assert second.dropped == {}
+
+
+async def test_dead_stream_keeps_the_newest_and_counts_the_others(
+    server: ValkeyServer, link: RedisLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_bad = MAX_DEAD + 250
+    async with link.client.pipeline(transaction=False) as pipe:
+        for number in range(num_bad):
+            pipe.xadd(KEY, {control.RECORD_FIELD: f"bad {number}"})
+        await pipe.execute()
+
+    def refuse(data: bytes) -> Any:
+        raise RefusedRecord(f"{data!r} is of no use", cause="other_tokenizer")
+
+    stream = _stream(link, parse=refuse)
+    await stream.open()
+    while stream.dropped["other_tokenizer"] < num_bad:
+        assert await _read(stream) == []
+    kept = await link.client.xrange(control.dead_key(RUN))
+    assert MAX_DEAD <= len(kept) <= MAX_DEAD + 100
+    assert kept[-1][1][control.RECORD_FIELD.encode()] == f"bad {num_bad - 1}".encode()
+    assert stream.num_dead_trimmed == num_bad - len(kept)
+    state = await read_stream_state(server.url, RUN)
+    assert (state.dead, state.dead_trimmed) == (len(kept), num_bad - len(kept))
+    assert caplog.text.count("keeps its newest") == 1
+    # The count is the server's: a restarted trainer goes on from it.
+    async with _other_link(server) as restarted:
+        second = _stream(restarted, parse=refuse)
+        await second.open()
+        await link.client.xadd(KEY, {control.RECORD_FIELD: b"one more"})
+        assert await _read(second) == []
+        assert second.num_dead_trimmed + await link.client.xlen(control.dead_key(RUN)) == (
+            num_bad + 1
+        )
 
 
 async def test_redis_restart_loses_nothing(server: ValkeyServer, link: RedisLink) -> None:
