@@ -82,7 +82,7 @@ def run(registry: CursorRegistry, pool: Pool, plan: AttachPlan, keep_as: int, co
     plan = dataclasses.replace(plan, keep_as=keep_as)
     registry.pin(plan.reads())
     tables = registry.attach(plan)
-    for group, table in zip(registry._groups, tables, strict=True):
+    for group, table in zip(registry.groups, tables, strict=True):
         if not group.is_recurrent:
             num_pages = group.num_pages(group.num_rows(plan) + count)
             table += pool.get_new_blocks(max(num_pages - len(table), 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness_sdk.errors import ConfigError
-from rollout_service.engine.vllm import seams
+from rollout_service.engine.vllm import groups, seams
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -37,6 +37,6 @@ def test_windowed_attention_is_refused_by_name() -> None:
     from vllm.v1 import kv_cache_interface  # pyright: ignore[reportMissingImports]
 
     with pytest.raises(ConfigError, match="attention kind cannot be mounted; got Sliding"):
-        seams.is_recurrent(
+        groups.is_recurrent(
             kv_cache_interface.SlidingWindowSpec.__new__(kv_cache_interface.SlidingWindowSpec)
         )

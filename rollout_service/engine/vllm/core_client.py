@@ -65,7 +65,7 @@ class PoolFull(NotReady):
         return ResourceExhausted(
             "no room for more tokens: running requests read all that is resident",
             value=f"{self._use.num_rows} tokens in use",
-            limit=f"{self._use.total * self._use.page_rows} tokens",
+            limit=f"{self._use.capacity} tokens",
             remedy="run fewer episodes at once, or give the engine a larger max_tokens",
         )
 
@@ -75,6 +75,8 @@ class PoolUse:
     """Occupancy as the core last told it."""
 
     page_rows: int = 1
+    blocks_per_page: int = 1
+    """Groups of attention layers that each take a block for a page's rows."""
     total: int = 0
     free: int = 0
     residencies: int = 0
@@ -83,7 +85,12 @@ class PoolUse:
     @property
     def num_rows(self) -> int:
         """Rows of the blocks that are taken."""
-        return (self.total - self.free) * self.page_rows
+        return (self.total - self.free) * self.page_rows // self.blocks_per_page
+
+    @property
+    def capacity(self) -> int:
+        """Rows of all blocks."""
+        return self.total * self.page_rows // self.blocks_per_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +271,7 @@ class CoreClient:
             return
         use = self.use
         use.page_rows, use.total, use.free = report["page_rows"], report["total"], report["free"]
+        use.blocks_per_page = report["blocks_per_page"]
         use.residencies, use.states = report["residencies"], report["states"]
         if report["evicted"]:
             self._on_evicted(report["evicted"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness_sdk.errors import AdapterError, ConfigError, InvalidRequest, Unavailable
+from harness_sdk.errors import AdapterError, InvalidRequest, Unavailable
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
@@ -58,7 +58,8 @@ class VllmEngine:
                 them; None takes what memory allows.
             max_states: Recurrent states that may be resident beside them, running ones included.
             page_tokens: Tokens per page where the model leaves the choice.
-            mount_layers: Must be all attention layers; None is that.
+            mount_layers: Decoder layers that read mounts; None takes all attention layers of a
+                hybrid, a middle quarter otherwise. A hybrid reads in all of them.
             max_num_seqs: Requests computed at once; others wait in order.
             max_adapters: LoRA versions beside the base model.
             max_lora_rank: Highest rank among them.
@@ -101,12 +102,7 @@ class VllmEngine:
             ConfigError: The model, an option or the installed vLLM cannot be served.
         """
         facts = await asyncio.to_thread(read_facts, self._model_path)
-        if self._mount_layers not in (None, facts.attention_layers):
-            raise ConfigError(
-                "mount layers that vLLM does not serve",
-                value=self._mount_layers,
-                limit=f"all attention layers: {facts.attention_layers}",
-            )
+        mount_layers = facts.mount_layers(self._mount_layers)
         clients: list[CoreClient] = []
 
         def on_step(kv_use: float) -> None:
@@ -123,6 +119,7 @@ class VllmEngine:
                 page_tokens=None if facts.num_state_groups else self._page_tokens,
                 num_state_blocks=facts.num_state_groups * self._max_states,
             ),
+            mount_layers=mount_layers,
             max_positions=facts.max_positions,
             max_num_seqs=self._max_num_seqs,
             max_adapters=self._max_adapters,
@@ -142,7 +139,7 @@ class VllmEngine:
             model_hash=facts.model_hash,
             vocab_size=facts.vocab_size,
             max_positions=facts.max_positions,
-            mount_layers=facts.attention_layers,
+            mount_layers=mount_layers,
             page_tokens=builder.client.use.page_rows,
         )
         self._builder = builder
@@ -349,7 +346,7 @@ class VllmEngine:
             resident_cursors=len(builder.store),
             recurrent_slots=use.states,
             tokens_resident=use.num_rows,
-            tokens_capacity=use.total * use.page_rows,
+            tokens_capacity=use.capacity,
             running=self._running.total(),
             tokens_computed=builder.tokens_computed,
             tokens_recomputed=dict(builder.tokens_recomputed),

@@ -19,6 +19,8 @@ _PACKAGE = "rollout_service.engine.vllm"
 _STUBS = Path(__file__).parent / "stubs"
 POOL_KEY = "octopus"
 """Where vLLM's `additional_config` carries the pool to the workers."""
+MOUNT_LAYERS_KEY = "octopus_mount_layers"
+"""And where the layers that read mounts."""
 _CPU_POOL_BYTES = 1 << 30
 """Where nothing else is asked for: left alone, vLLM takes most of the machine's memory."""
 _NULL_BLOCKS = 1
@@ -45,18 +47,15 @@ class Pool:
     num_state_blocks: int = 0
     """Blocks for recurrent states beside the pages."""
 
-    def num_bytes(self, specs: Sequence[tuple[bool, int, int]]) -> int:
-        """Bytes of the blocks for `max_tokens` and the states.
+    def num_blocks(self, page_rows: Sequence[int]) -> int:
+        """Blocks for `max_tokens` and the states.
 
         Args:
-            specs: For each layer whether it is recurrent, rows and bytes of a page.
+            page_rows: Rows of a page in each attention group, all of which take their own blocks.
         """
         assert self.max_tokens is not None
-        attention = [spec for spec in specs if not spec[0]]
-        page_rows, page_bytes = attention[0][1], max(spec[2] for spec in specs)
-        num_blocks = -(-self.max_tokens // page_rows) + self.num_state_blocks + _NULL_BLOCKS
-        # Layers of a group share block numbers, so a block has a page in each of them.
-        return num_blocks * len(attention) * page_bytes
+        num_pages = sum(-(-self.max_tokens // rows) for rows in page_rows)
+        return num_pages + self.num_state_blocks + _NULL_BLOCKS
 
 
 def prepare_environment() -> None:
@@ -76,6 +75,7 @@ def launch(
     device: str,
     dtype: str,
     pool: Pool,
+    mount_layers: Sequence[int],
     max_positions: int,
     max_num_seqs: int,
     max_adapters: int,
@@ -91,6 +91,7 @@ def launch(
         device: cpu or cuda.
         dtype: Of weights and K/V.
         pool: How much stays resident.
+        mount_layers: Decoder layers that read mounts.
         max_positions: Longest context of the model.
         max_num_seqs: Requests computed at once.
         max_adapters: LoRA versions beside the base model; 0 serves the base model alone.
@@ -123,6 +124,7 @@ def launch(
         "worker_cls": f"{_PACKAGE}.worker.Cursor{'CPU' if device == 'cpu' else 'GPU'}Worker",
         "disable_log_stats": True,
         "enable_log_requests": False,
+        "additional_config": {MOUNT_LAYERS_KEY: list(mount_layers)},
     }
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = _CPU_POOL_BYTES
@@ -140,7 +142,7 @@ def launch(
         arguments["block_size"] = pool.page_tokens
     if pool.max_tokens is not None:
         # The page size is known in the worker alone: a hybrid's follows its recurrent state's.
-        arguments["additional_config"] = {POOL_KEY: dataclasses.asdict(pool)}
+        arguments["additional_config"][POOL_KEY] = dataclasses.asdict(pool)
         arguments["max_model_len"] = min(pool.max_tokens, max_positions)
     config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
     # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness_sdk.errors import ConfigError
+from rollout_service.engine.mount_layers import choose_mount_layers
 
 _ATTENTION = ("full_attention", "attention")
 _RECURRENT = ("linear_attention", "mamba")
@@ -22,6 +24,24 @@ class ModelFacts:
     num_state_groups: int
     """State blocks that a cursor takes: vLLM groups recurrent layers in sets as large as that of
     the attention layers. 0 without recurrent layers."""
+
+    def mount_layers(self, chosen: Sequence[int] | None) -> tuple[int, ...]:
+        """Layers that read mounts; see `choose_mount_layers`.
+
+        Raises:
+            ConfigError: `chosen` is empty, names a layer without attention, or is a part of a
+                hybrid's attention layers.
+        """
+        is_hybrid = self.num_state_groups > 0
+        layers = choose_mount_layers(self.attention_layers, is_hybrid=is_hybrid, chosen=chosen)
+        if is_hybrid and layers != self.attention_layers:
+            raise ConfigError(
+                "vLLM mounts into all attention layers of a hybrid",
+                value=list(layers),
+                limit=list(self.attention_layers),
+                remedy="leave mount_layers unset, or serve with engine.name=transformers",
+            )
+        return layers
 
 
 def read_facts(model_path: str) -> ModelFacts:

@@ -102,7 +102,7 @@ class CursorRegistry:
 
     def __init__(self, groups: Sequence[Group], pool: BlockPool) -> None:
         """Register over `pool`; `groups` are the model's KV cache groups in order."""
-        self._groups = list(groups)
+        self.groups = tuple(groups)
         self._pool = pool
         self._held: OrderedDict[int, Residency] = OrderedDict()
         self._evicted: list[int] = []
@@ -114,12 +114,12 @@ class CursorRegistry:
     @property
     def page_rows(self) -> int:
         """Rows of an attention page."""
-        return next(group.page_rows for group in self._groups if not group.is_recurrent)
+        return next(group.page_rows for group in self.groups if not group.is_recurrent)
 
     @property
     def blocks_per_page(self) -> int:
         """Blocks that a page's rows take: one in each attention group."""
-        return sum(not group.is_recurrent for group in self._groups)
+        return sum(not group.is_recurrent for group in self.groups)
 
     def missing(self, plan: AttachPlan) -> list[int]:
         """Residencies that the plan reads and that are gone."""
@@ -147,7 +147,7 @@ class CursorRegistry:
     def keep(self, plan: AttachPlan, blocks: list[list[Any]], num_rows: int) -> None:
         """Own a finished request's blocks: no copy, and the running state is the checkpoint."""
         residency = Residency(blocks, num_rows, plan.num_mounted)
-        for group, table in zip(self._groups, blocks, strict=True):
+        for group, table in zip(self.groups, blocks, strict=True):
             num_used = 1 if group.is_recurrent else group.num_pages(group.num_rows(residency))
             assert len(table) >= num_used
             self._pool.free_blocks(reversed(table[num_used:]))
@@ -196,7 +196,7 @@ class CursorRegistry:
     def num_new_blocks(self, plan: AttachPlan) -> int:
         """Blocks that `attach` will take from the pool."""
         count, parent = 0, self._parent(plan)
-        for group in self._groups:
+        for group in self.groups:
             if group.is_recurrent:
                 count += 1
                 continue
@@ -217,12 +217,12 @@ class CursorRegistry:
             self._attach_state(plan, index)
             if group.is_recurrent
             else self._attach_rows(plan, index, group)
-            for index, group in enumerate(self._groups)
+            for index, group in enumerate(self.groups)
         ]
 
     def usage(self) -> dict[str, int]:
         """Residencies held and recurrent states among their blocks."""
-        num_recurrent = sum(group.is_recurrent for group in self._groups)
+        num_recurrent = sum(group.is_recurrent for group in self.groups)
         return {"residencies": len(self._held), "states": len(self._held) if num_recurrent else 0}
 
     def _parent(self, plan: AttachPlan) -> Residency | None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout_service.engine.vllm.groups import is_recurrent, reads_mounts
+from rollout_service.engine.vllm.mount_free import MountFreeManager
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
 from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, CursorRegistry, Group
 from rollout_service.engine.vllm.seams import (
@@ -16,7 +18,6 @@ from rollout_service.engine.vllm.seams import (
     Scheduler,
     add_utility,
     adopt,
-    is_recurrent,
     own_rows,
     require_attributes,
 )
@@ -36,13 +37,12 @@ class CursorKVCacheManager(KVCacheManager):
     def adopt_registry(self) -> CursorRegistry:
         """Make the registry over this manager's groups and pool."""
         require_attributes(self, "coordinator", "block_pool", "empty_kv_cache_blocks")
-        self.registry = CursorRegistry(
-            [
-                Group(is_recurrent=is_recurrent(m.kv_cache_spec), page_rows=m.block_size)
-                for m in self.coordinator.single_type_managers
-            ],
-            self.block_pool,
-        )
+        managers = self.coordinator.single_type_managers
+        self.registry = CursorRegistry([_group(m) for m in managers], self.block_pool)
+        for manager, group in zip(managers, self.registry.groups, strict=True):
+            if not group.reads_mounts:
+                adopt(manager, MountFreeManager)
+                manager.start()
         return self.registry
 
     def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
@@ -96,6 +96,8 @@ class CursorKVCacheManager(KVCacheManager):
         mark = copies.mark()
         for manager, table in zip(managers, self.registry.attach(plan), strict=True):
             manager.req_to_blocks[request.request_id] = table
+            if isinstance(manager, MountFreeManager):
+                manager.hide(request.request_id, plan.num_mounted)
             manager.num_cached_block[request.request_id] = 0
             if manager.records_new_block_ids:
                 # Rows of a fresh page that nothing fills must not hold another run's numbers.
@@ -107,10 +109,13 @@ class CursorKVCacheManager(KVCacheManager):
         return slots
 
     def _num_missing(self, request: Any, num_tokens: int) -> int:
-        return sum(
-            max(-(-num_tokens // m.block_size) - len(m.req_to_blocks[request.request_id]), 0)
-            for m in self.coordinator.single_type_managers
-        )
+        name, count = request.request_id, 0
+        for manager in self.coordinator.single_type_managers:
+            is_shorter = isinstance(manager, MountFreeManager)
+            num_rows = manager.num_rows(name, num_tokens) if is_shorter else num_tokens
+            num_missing = -(-num_rows // manager.block_size) - len(manager.req_to_blocks[name])
+            count += max(num_missing, 0)
+        return count
 
 
 class CursorScheduler(Scheduler):
@@ -156,6 +161,7 @@ class CursorScheduler(Scheduler):
         return {
             **self.registry.usage(),
             "page_rows": self.registry.page_rows,
+            "blocks_per_page": self.registry.blocks_per_page,
             # One block is vLLM's null block.
             "total": pool.num_gpu_blocks - 1,
             "free": pool.get_num_free_blocks(),
@@ -195,6 +201,15 @@ class CursorScheduler(Scheduler):
 
 class AheadCursorScheduler(CursorScheduler, AsyncScheduler):
     """The same where the core schedules a step before it has seen the last one's tokens."""
+
+
+def _group(manager: Any) -> Group:
+    spec = manager.kv_cache_spec
+    return Group(
+        is_recurrent=is_recurrent(spec),
+        page_rows=manager.block_size,
+        reads_mounts=reads_mounts(spec),
+    )
 
 
 def plan_of(request: Any) -> AttachPlan | None:

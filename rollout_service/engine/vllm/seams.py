@@ -98,6 +98,12 @@ SingleTypeKVCacheManager: Any = find_seam(
     pop_blocks_for_free="request_id",
     get_num_blocks_to_allocate="request_id num_tokens",
 )
+FullAttentionManager: Any = find_seam(
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+    pop_blocks_for_free="request_id",
+    get_num_blocks_to_allocate="request_id num_tokens",
+    allocate_new_blocks="request_id num_tokens",
+)
 BlockPool: Any = find_seam(
     "vllm.v1.core.block_pool:BlockPool",
     "get_num_free_blocks",
@@ -105,7 +111,20 @@ BlockPool: Any = find_seam(
     free_blocks="ordered_blocks",
 )
 MambaSpec: Any = find_seam("vllm.v1.kv_cache_interface:MambaSpec")
-FullAttentionSpec: Any = find_seam("vllm.v1.kv_cache_interface:FullAttentionSpec")
+FullAttentionSpec: Any = find_seam(
+    "vllm.v1.kv_cache_interface:FullAttentionSpec",
+    merge="specs",
+    is_uniform_with_collection="kv_cache_specs",
+)
+get_kv_cache_groups: Any = find_seam(
+    "vllm.v1.core.kv_cache_utils:get_kv_cache_groups", call="vllm_config kv_cache_spec"
+)
+pool_bytes_per_block: Any = find_seam(
+    "vllm.v1.core.kv_cache_utils:_pool_bytes_per_block", call="vllm_config kv_cache_groups"
+)
+extract_layer_index: Any = find_seam(
+    "vllm.model_executor.models.utils:extract_layer_index", call="layer_name"
+)
 RequestStatus: Any = find_seam(
     "vllm.v1.request:RequestStatus", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"
 )
@@ -113,11 +132,24 @@ ConstantList: Any = find_seam("vllm.v1.utils:ConstantList")
 EngineCore: Any = find_seam("vllm.v1.engine.core:EngineCore", "step", "abort_requests")
 GPUModelRunner: Any = find_seam(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    "get_kv_cache_spec",
+    initialize_kv_cache="kv_cache_config",
+    _dummy_run="num_tokens",
     _update_states="scheduler_output",
     _prepare_inputs="scheduler_output num_scheduled_tokens",
     _calc_mrope_positions="scheduler_output",
     _get_prompt_logprobs_dict="hidden_states num_scheduled_tokens",
 )
+BlockTable: Any = find_seam(
+    "vllm.v1.worker.block_table:BlockTable",
+    compute_slot_mapping="num_reqs query_start_loc positions",
+)
+AttentionGroup: Any = find_seam(
+    "vllm.v1.worker.utils:AttentionGroup",
+    build_metadata="common_attn_metadata",
+    build_metadata_for_cudagraph_capture="common_attn_metadata",
+)
+CpuGpuBuffer: Any = find_seam("vllm.v1.utils:CpuGpuBuffer", "copy_to_gpu", call="dtype device")
 GPUWorker: Any = find_seam("vllm.v1.worker.gpu_worker:Worker", "_make_model_runner")
 LogitsProcessorWithLoRA: Any = find_seam(
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA", "_get_logits"
@@ -198,26 +230,3 @@ def adopt(instance: Any, cls: type) -> None:
     """Turn an object that vLLM built into our subclass of its class."""
     assert issubclass(cls, type(instance))
     instance.__class__ = cls
-
-
-def is_recurrent(kv_cache_spec: Any) -> bool:
-    """Whether a KV cache group holds one state block per request.
-
-    Raises:
-        ConfigError: A group whose pages cannot be shared between cursors: windows, chunks.
-    """
-    if isinstance(kv_cache_spec, MambaSpec):
-        return True
-    if type(kv_cache_spec) is FullAttentionSpec and not _has_window(kv_cache_spec):
-        return False
-    raise ConfigError(
-        "attention kind cannot be mounted",
-        value=type(kv_cache_spec).__name__,
-        limit="full attention and recurrent layers",
-    )
-
-
-def _has_window(kv_cache_spec: Any) -> bool:
-    return any(
-        getattr(kv_cache_spec, name, None) for name in ("sliding_window", "attention_chunk_size")
-    )

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from rollout_service.engine.vllm.ahead import EndedRows, on_device
-from rollout_service.engine.vllm.launch import POOL_KEY, Pool
+from rollout_service.engine.vllm.groups import (
+    check_groups,
+    is_recurrent,
+    reads_mounts,
+    split_layers,
+)
+from rollout_service.engine.vllm.launch import MOUNT_LAYERS_KEY, POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
+from rollout_service.engine.vllm.mount_free import HiddenRows, MountFreeGroup, MountFreeTable
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
 from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, Copies
 from rollout_service.engine.vllm.rows import BlockMemory, PackedRows, RowCopier, StridedRows
@@ -25,7 +32,8 @@ from rollout_service.engine.vllm.seams import (
     LogitsProcessorWithLoRA,
     adopt,
     find_seam,
-    is_recurrent,
+    get_kv_cache_groups,
+    pool_bytes_per_block,
     require_attributes,
 )
 
@@ -44,14 +52,38 @@ class CursorRunner(GPUModelRunner):
             is_ahead: Whether steps are scheduled before the one before them has ended.
         """
         require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
-        require_attributes(self, "compilation_config", "num_prompt_logprobs")
+        require_attributes(self, "compilation_config", "num_prompt_logprobs", "max_num_reqs")
         require_attributes(self, "input_ids", "query_start_loc", "device")
         self._row_copier = copier
         self._ended_rows = EndedRows() if is_ahead else None
         self._block_memory: BlockMemory | None = None
+        self._hidden_rows: HiddenRows | None = None
+        self._plans: dict[str, AttachPlan | None] = {}
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """Layers that read mounts and layers that do not in groups of their own."""
+        mount_layers = self.vllm_config.additional_config[MOUNT_LAYERS_KEY]
+        return split_layers(super().get_kv_cache_spec(), mount_layers)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Shorten the tables of mount-free groups, once the groups are known."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        groups = self.kv_cache_config.kv_cache_groups
+        check_groups(groups, self.get_kv_cache_spec())
+        mount_free = [i for i, g in enumerate(groups) if not reads_mounts(g.kv_cache_spec)]
+        self._hidden_rows = HiddenRows(self.max_num_reqs, self.device) if mount_free else None
+        for index in mount_free:
+            table = self.input_batch.block_table[index]
+            adopt(table, MountFreeTable)
+            table.hidden = self._hidden_rows
+            for group in self.attn_groups[index]:
+                adopt(group, MountFreeGroup)
+                group.hidden = self._hidden_rows
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Zero and copy after vLLM zeroed fresh pages, before anything is computed."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._plans.pop(request_id, None)
         result = super()._update_states(scheduler_output)
         copies = getattr(scheduler_output, COPIES_ATTRIBUTE, None)
         if copies is not None and (copies.blocks or copies.rows or copies.zeroed):
@@ -76,6 +108,8 @@ class CursorRunner(GPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Turn row indices into rotary positions, once pages have been found by row index."""
+        if self._hidden_rows is not None:
+            self._hidden_rows.set(self._numbers("num_mounted"))
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         offsets = self._offsets()
         if offsets.any():
@@ -125,14 +159,26 @@ class CursorRunner(GPUModelRunner):
             for head in heads:
                 del head._get_logits
 
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Warm-up and captured batches are no requests'."""
+        if self._hidden_rows is not None:
+            self._hidden_rows.set(np.zeros(0, dtype=np.int32))
+        return super()._dummy_run(*args, **kwargs)
+
     def _offsets(self) -> np.ndarray:
         """Position minus row index of each request of the batch, `[N]`."""
+        return self._numbers("offset")
+
+    def _numbers(self, name: str) -> np.ndarray:
+        """A number of each request's plan, `[N]`."""
         plans = [self._plan(request_id) for request_id in self.input_batch.req_ids]
-        return np.array([0 if plan is None else plan.offset for plan in plans], dtype=np.int64)
+        return np.array([0 if p is None else getattr(p, name) for p in plans], dtype=np.int64)
 
     def _plan(self, request_id: str) -> AttachPlan | None:
-        params = self.requests[request_id].sampling_params
-        return None if params is None else plan_from_wire(params.extra_args)
+        if request_id not in self._plans:
+            params = self.requests[request_id].sampling_params
+            self._plans[request_id] = params and plan_from_wire(params.extra_args)
+        return self._plans[request_id]
 
 
 class CursorWorker:
@@ -146,10 +192,11 @@ class CursorWorker:
         pool = (self.vllm_config.additional_config or {}).get(POOL_KEY)
         if pool is None:
             return None
-        specs = self.model_runner.get_kv_cache_spec().values()
-        return Pool(**pool).num_bytes(
-            [(is_recurrent(spec), spec.block_size, spec.page_size_bytes) for spec in specs]
-        )
+        groups = get_kv_cache_groups(self.vllm_config, self.model_runner.get_kv_cache_spec())
+        specs = [group.kv_cache_spec for group in groups]
+        page_rows = [spec.block_size for spec in specs if not is_recurrent(spec)]
+        block_bytes = pool_bytes_per_block(self.vllm_config, groups)
+        return Pool(**pool).num_blocks(page_rows) * block_bytes
 
     def octopus_lora_checksums(self, version: int, specs: list[Any]) -> dict[str, Any]:
         """Checksums of the serving buffers of a version, by module."""
