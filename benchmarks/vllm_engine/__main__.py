@@ -18,7 +18,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--model", default="", help="model folder, or the name of a shape")
     parser.add_argument(
-        "--lock", type=Path, help="measure while holding this file: start several runs at once"
+        "--tell", type=Path, help="write this file's .up once engines serve, and .done at the end"
+    )
+    parser.add_argument(
+        "--wait", type=Path, nargs="+", default=[], help="measure once these files are there"
     )
     parser.add_argument("--samples", type=int, help="of fork, rewind and mount")
     args = parser.parse_args()

@@ -55,9 +55,6 @@ async def admission(world: World, report: Report, folder: Path, *, publish: bool
     publishing = asyncio.create_task(_publish(world, report, folder)) if publish else None
     await _play_all(world, scripts, outcome)
     watching.cancel()
-    if publishing is not None:
-        await publishing
-        report.put(aborted_requests=sum(outcome.failures.values()) + outcome.timeouts)
     seconds = time.perf_counter() - begin
     stats = world.engine.stats()
     report.put(
@@ -81,6 +78,9 @@ async def admission(world: World, report: Report, folder: Path, *, publish: bool
             "turn_p95_s": round(quantile(outcome.tally.turn_s, 0.95), 4),
         },
     )
+    if publishing is not None:
+        await publishing
+        report.put(aborted_requests=sum(outcome.failures.values()) + outcome.timeouts)
 
 
 async def _watch(world: World, outcome: _Outcome) -> None:

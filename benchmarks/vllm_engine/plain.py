@@ -16,7 +16,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm_engine.agent_load import compare, counts, decode_rate
+from benchmarks.vllm_engine.agent_load import (
+    NUM_DECODES,
+    compare,
+    counts,
+    decode_detail,
+    decode_rate,
+)
 from benchmarks.vllm_engine.episodes import Tally, play, write_scripts
 from benchmarks.vllm_engine.report import Report, say
 from benchmarks.vllm_engine.scale import Scale
@@ -155,10 +161,8 @@ async def plain_decode(plain: Plain, scale: Scale, texts: Texts, report: Report)
         async for ids in plain.stream(prompt, num_tokens):
             yield len(ids)
 
-    rates = [await decode_rate([tokens(prompt) for prompt in prompts]) for _ in range(2)]
-    report.put_detail(
-        "plain_decode", {"sequences": num_sequences, "tokens_per_s": round(rates[-1], 1)}
-    )
+    rates = [await decode_rate([tokens(p) for p in prompts]) for _ in range(NUM_DECODES)]
+    report.put_detail("plain_decode", decode_detail(num_sequences, rates))
     compare(report)
 
 

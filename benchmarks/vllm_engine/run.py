@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
-import fcntl
 import sys
 import tempfile
 import traceback
@@ -37,7 +37,8 @@ LIMIT_S = {
 """Seconds on a GPU; a CPU has four times as long."""
 NAMES = tuple(LIMIT_S)
 _CPU_PATIENCE = 4
-_STARTING_S = 300
+_WAIT_S = 150
+"""Then it measures beside the others, and says so by its figures."""
 
 _MICRO = ("fork", "rewind", "mount", "assembly", "resident")
 
@@ -50,7 +51,8 @@ class Run:
         if args.samples:
             self.scale = dataclasses.replace(self.scale, num_samples=args.samples)
         self.only: list[str] = args.only
-        self.lock: Path | None = args.lock
+        self.tell: Path | None = args.tell
+        self.wait: list[Path] = args.wait
         self.report = Report(args.out)
         self.report.put(hardware=hardware(args.device), command=command, versions=versions())
         self.scratch = scratch
@@ -133,15 +135,20 @@ class Run:
         say(f"{name} FAILED: {error!r}")
         self.failed.append(name)
 
+    def serves(self) -> None:
+        """Tell others that they need not wait for this run's start any longer."""
+        if self.tell is not None:
+            self.tell.with_suffix(".up").touch()
+
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """While no other run measures."""
-        if self.lock is None:
-            yield
-            return
-        with self.lock.open("w") as file:
-            await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
-            yield
+        """While no other run measures; several may start their engines at once."""
+        self.serves()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WAIT_S):
+                while not all(path.exists() for path in self.wait):
+                    await asyncio.sleep(0.1)
+        yield
 
 
 async def run(args: argparse.Namespace, command: str) -> list[str]:
@@ -160,5 +167,8 @@ async def run(args: argparse.Namespace, command: str) -> list[str]:
                 await part()
             except Exception as error:
                 run.fail("/".join(names), error)
+                run.serves()
+        if args.tell is not None:
+            args.tell.with_suffix(".done").touch()
         sys.stdout.write(run.report.tables() + "\n")
         return run.failed

@@ -80,14 +80,14 @@ CPU = Scale(
     engine={"max_num_seqs": 16, "max_states": 128},
     vllm={"load_format": "dummy", "max_model_len": 10_240, "max_num_batched_tokens": 2048},
     pool_bytes={"micro": _GIB // 2, "load": _GIB // 4, "admission": _GIB // 4},
-    admission_blocks=160,
+    admission_blocks=400,
     load=Load(
         num_episodes=3, num_branches=3, num_turns=3, divisor=64, concurrency=2, timeout_s=300
     ),
     admission=Load(
         num_episodes=16, num_branches=2, num_turns=2, divisor=256, concurrency=8, timeout_s=120
     ),
-    decode=(4, 128, 24),
+    decode=(8, 128, 96),
     num_checkpoints=60,
     num_decoding=16,
     lora_rank=8,
@@ -114,7 +114,7 @@ CUDA = Scale(
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256],
         },
     },
-    pool_bytes={"micro": 92 * _GIB, "load": 44 * _GIB, "admission": 0},
+    pool_bytes={"micro": 84 * _GIB, "load": 44 * _GIB, "admission": 18 * _GIB},
     admission_blocks=1100,
     load=Load(
         num_episodes=64, num_branches=10, num_turns=5, divisor=8, concurrency=64, timeout_s=600

@@ -138,7 +138,7 @@ async def _case(name: str, device: str, folder: Path) -> dict[str, dict[str, Any
     if device == "cuda":
         arguments |= {
             **case,
-            "kv_cache_memory_bytes": 4 << 30,
+            "kv_cache_memory_bytes": 1 << 29,
             "gdn_prefill_backend": "triton",
             "compilation_config": {
                 "mode": 0,

@@ -69,9 +69,11 @@ class World:
         llm = self.engine._llm
         core = await llm.engine_core.call_utility_async("octopus_bench_times")
         (worker,) = await llm.collective_rpc("octopus_bench_times")
+        if len(core) != len(worker):
+            say(f"{len(core)} steps in the core, {len(worker)} in the worker")
         return [
             {**step, "worker_s": seconds, "server_s": step["core_s"] + seconds}
-            for step, seconds in zip(core, worker, strict=True)
+            for step, seconds in zip(core, worker, strict=False)
         ]
 
 
