@@ -35,6 +35,10 @@ class ModelOptions(Options):
     """cpu, cuda or cuda:N."""
     mount_layers: tuple[int, ...] | None = None
     """Layers whose attention reads mounted spans; unset takes the family's rule."""
+    activation_checkpointing: bool = False
+    """Keep each layer's input alone and compute the layer again in the backward: the same gradients
+    with less memory. SmolLM2-135M on the CPU in float32 peaked at 3.6 GiB in place of 7.1 for a
+    strip of 2,048 tokens, and took a quarter longer."""
 
 
 class LoraSettings(Options):

@@ -80,6 +80,7 @@ class RunState:
             device=config.model.device,
             adapter_path=found.adapter if found is not None else config.lora.adapter,
             mount_layers=config.model.mount_layers,
+            activation_checkpointing=config.model.activation_checkpointing,
         )
         run = cls(config, policy, store, found)
         if found is None and config.lora.adapter is not None:

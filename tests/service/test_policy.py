@@ -19,9 +19,11 @@ from tests.packed import exact_arithmetic, load_policy, records_for
 from tests.path_reference import load_reference
 from tests.random_records import RecordWriter
 from tests.tiny_models import FAMILIES, LORA_TARGETS, save_tiny_model
+from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.models import default_mount_layers, model_hooks
 from trainer_service.policy import LoraOptions, Policy
+from trainer_service.run_state import RunState
 
 PROBE = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -151,6 +153,41 @@ def test_activation_checkpointing_changes_no_gradient(
         gradients.append([p.grad for p in policy.trainable_parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_run_that_checkpoints_activations_keeps_far_fewer_bytes(
+    model_paths: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    kept, probes = [], []
+    for checkpointing in (False, True):
+        model = {"path": model_paths[family], "activation_checkpointing": checkpointing}
+        folder = tmp_path / str(checkpointing)
+        config = TrainerConfig.model_validate({"model": model, "run_folder": folder})
+        policy = RunState.load(config).policy
+        kept.append(_bytes_kept(policy))
+        probes.append(policy.token_logprobs(PROBE))
+    assert kept[1] < kept[0] / 3
+    assert probes[0] == probes[1]
+
+
+def _bytes_kept(policy: Policy) -> int:
+    """Size of what autograd holds between forward and backward, parameters aside."""
+    own = {p.untyped_storage().data_ptr() for _, m in policy.modules() for p in m.parameters()}
+    held: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    strip = pack_episodes(records_for(policy, 0))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = policy.logprobs(strip).policy_logprobs.sum()
+    total = sum(held.values())
+    out.backward()
+    return total
 
 
 def test_bfloat16_models_keep_float32_adapters(model_paths: dict[str, Path]) -> None:
