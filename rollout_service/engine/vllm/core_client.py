@@ -254,7 +254,8 @@ class CoreClient:
         self, version: int, specs: Sequence[LoraSpec]
     ) -> dict[str, tuple[str, str]]:
         """Checksums of a version's serving buffers, lora_A and lora_B by module."""
-        (served,) = await self._llm.collective_rpc(
+        # Every rank takes part, and each knows the whole.
+        served, *_ = await self._llm.collective_rpc(
             "octopus_lora_checksums", args=(version, [list(spec) for spec in specs])
         )
         return {name: (down, up) for name, (down, up) in served.items()}

@@ -44,6 +44,7 @@ class VllmEngine:
         max_num_seqs: int = 64,
         max_adapters: int = 4,
         max_lora_rank: int = 64,
+        tensor_parallel_size: int = 1,
         async_scheduling: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
         vllm_arguments: Mapping[str, Any] | None = None,
@@ -63,6 +64,7 @@ class VllmEngine:
             max_num_seqs: Requests computed at once; others wait in order.
             max_adapters: LoRA versions beside the base model.
             max_lora_rank: Highest rank among them.
+            tensor_parallel_size: Devices that share every layer's heads and widths.
             async_scheduling: Whether a step is scheduled while the one before it still runs.
             detokenize: Text of token ids; needed for stop strings. The engine process gets a copy.
             vllm_arguments: Further engine arguments of vLLM.
@@ -77,6 +79,7 @@ class VllmEngine:
         self._max_num_seqs = max_num_seqs
         self._max_adapters = max_adapters
         self._max_lora_rank = max_lora_rank
+        self._tensor_parallel_size = tensor_parallel_size
         self._async_scheduling = async_scheduling
         self._detokenize = detokenize
         self._vllm_arguments = dict(vllm_arguments or {})
@@ -124,6 +127,7 @@ class VllmEngine:
             max_num_seqs=self._max_num_seqs,
             max_adapters=self._max_adapters,
             max_lora_rank=self._max_lora_rank,
+            tensor_parallel_size=self._tensor_parallel_size,
             async_scheduling=self._async_scheduling,
             on_step=on_step,
             extra=self._vllm_arguments,

@@ -80,6 +80,7 @@ def launch(
     max_num_seqs: int,
     max_adapters: int,
     max_lora_rank: int,
+    tensor_parallel_size: int,
     async_scheduling: bool,
     on_step: Callable[[float], None],
     extra: Mapping[str, Any],
@@ -96,6 +97,7 @@ def launch(
         max_num_seqs: Requests computed at once.
         max_adapters: LoRA versions beside the base model; 0 serves the base model alone.
         max_lora_rank: Highest rank among them.
+        tensor_parallel_size: Devices that share every layer.
         async_scheduling: Whether the core schedules a step ahead.
         on_step: Told the pool's use, 0 to 1, after each step.
         extra: Further engine arguments of vLLM, which win.
@@ -115,6 +117,7 @@ def launch(
         "skip_tokenizer_init": True,
         "max_num_seqs": max_num_seqs,
         "enable_prefix_caching": False,
+        "tensor_parallel_size": tensor_parallel_size,
         "async_scheduling": async_scheduling,
         "enforce_eager": device == "cpu",
         "logprobs_mode": "processed_logprobs",

@@ -6,7 +6,7 @@ file's where the buffer holds exactly that rounding of it, and the buffer's own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,12 @@ from rollout_service.engine.transformers.adapters import (
 )
 
 _PREFIX = "base_model.model."
-LoraSpec = tuple[str, int, int]
-"""A module's name in the Hugging Face model, its rank and its output size."""
+_NOT_SERVED = "not served"
+_DIFFERENT = "copies differ"
+LoraSpec = tuple[str, int, int, int]
+"""A module's name in the Hugging Face model, its rank, its input and its output size."""
+Gather = Callable[[Tensor], Sequence[Tensor]]
+"""A tensor's counterparts on every rank that shares the model, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class LoadedAdapter:
     def specs(self) -> list[LoraSpec]:
         """What the worker needs to find each tensor in its buffers."""
         return [
-            (name, lora.down.shape[0], lora.up.shape[0])
+            (name, lora.down.shape[0], lora.down.shape[1], lora.up.shape[0])
             for name, lora in self.adapter.modules.items()
         ]
 
@@ -51,7 +55,7 @@ class LoadedAdapter:
         """
         found: dict[str, str] = {}
         for name, lora in self.adapter.modules.items():
-            down, up = served.get(name, ("not served", "not served"))
+            down, up = served.get(name, (_NOT_SERVED, _NOT_SERVED))
             rounded_down, rounded_up = as_served(lora, dtype)
             found[f"{_PREFIX}{name}.lora_A.weight"] = (
                 tensor_checksum(lora.down) if down == tensor_checksum(rounded_down) else down
@@ -107,17 +111,22 @@ def as_served(lora: LoraWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return lora.down.to(dtype), up if lora.scale == 1 else up.clone().mul_(lora.scale)
 
 
-def served_checksums(manager: Any, version: int, specs: Sequence[LoraSpec]) -> dict[str, Any]:
+def served_checksums(
+    manager: Any, version: int, specs: Sequence[LoraSpec], gather: Gather
+) -> dict[str, tuple[str, str]]:
     """Worker side: checksums of what lies in the buffers of `version`, by module.
+
+    Every rank calls it with the same arguments: a module's shards are put together again.
 
     Args:
         manager: vLLM's LoRA model manager.
         version: The adapter's id.
         specs: The modules asked for; one that has no buffers is left out.
+        gather: Brings the ranks' shards together.
     """
     slot = manager.lora_index_to_id.index(version)
-    wanted = {_layer_name(name): (name, rank, size) for name, rank, size in specs}
-    found: dict[str, Any] = {}
+    wanted = {_layer_name(spec[0]): spec for spec in specs}
+    found: dict[str, tuple[str, str]] = {}
     for module_name, module in manager.modules.items():
         parts = manager.packed_modules.get(module_name, [module_name])
         # One part may fill several slices of a merged layer, in order.
@@ -126,25 +135,40 @@ def served_checksums(manager: Any, version: int, specs: Sequence[LoraSpec]) -> d
             spec = wanted.get(_layer_name(part))
             if spec is None:
                 break
-            name, rank, size = spec
-            downs, ups = _take_slices(slices, slot, rank, size)
-            up = tensor_checksum(torch.cat(ups)) if ups else "not served"
-            sums = {tensor_checksum(down) for down in downs}
-            found[name] = (sums.pop() if len(sums) == 1 else "slices differ", up)
+            found[spec[0]] = _part_checksums(slices, slot, spec, gather)
     return found
 
 
-def _take_slices(
-    slices: list[tuple[Tensor, Tensor]], slot: int, rank: int, size: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    downs: list[Tensor] = []
-    ups: list[Tensor] = []
-    while slices and size > 0:
+def _part_checksums(
+    slices: list[tuple[Tensor, Tensor]], slot: int, spec: LoraSpec, gather: Gather
+) -> tuple[str, str]:
+    """Checksums of lora_A and lora_B of the part that the next slices hold, which are taken."""
+    _, rank, in_size, out_size = spec
+    downs: set[str] = set()
+    up_shards: list[Sequence[Tensor]] = []
+    num_rows = 0
+    # Shards may also be copies: of key and value heads fewer than ranks, of a row-parallel lora_B.
+    while slices and num_rows < out_size:
         down, up = slices.pop(0)
-        downs.append(down[slot, 0, :rank])
-        ups.append(up[slot, 0, :, :rank])
-        size -= up.shape[2]
-    return downs, ups
+        downs.add(_joined([gather(down[slot, 0, :rank])], in_size, dim=1))
+        up_shards.append(gather(up[slot, 0, :, :rank]))
+        num_rows += sum(shard.shape[0] for shard in up_shards[-1])
+    return downs.pop() if len(downs) == 1 else _DIFFERENT, _joined(up_shards, out_size, dim=0)
+
+
+def _joined(slices: Sequence[Sequence[Tensor]], size: int, *, dim: int) -> str:
+    """Checksum of slices in a row, each joined from its shards; of equal copies one counts."""
+    if not slices:
+        return _NOT_SERVED
+    num_copies = max(sum(t.shape[dim] for shards in slices for t in shards) // size, 1)
+    joined: list[Tensor] = []
+    for shards in slices:
+        for first in range(0, len(shards), num_copies):
+            copies = shards[first : first + num_copies]
+            if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
+                return _DIFFERENT
+            joined.append(copies[0])
+    return tensor_checksum(torch.cat(joined, dim))
 
 
 def _layer_name(module_name: str) -> str:

@@ -151,6 +151,8 @@ AttentionGroup: Any = find_seam(
 )
 CpuGpuBuffer: Any = find_seam("vllm.v1.utils:CpuGpuBuffer", "copy_to_gpu", call="dtype device")
 GPUWorker: Any = find_seam("vllm.v1.worker.gpu_worker:Worker", "_make_model_runner")
+all_gather: Any = find_seam("vllm.distributed:tensor_model_parallel_all_gather", call="input_ dim")
+num_ranks: Any = find_seam("vllm.distributed:get_tensor_model_parallel_world_size")
 LogitsProcessorWithLoRA: Any = find_seam(
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA", "_get_logits"
 )

@@ -5,7 +5,7 @@ Runs where the model is; `worker_cls` names the class for the platform.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,10 @@ from rollout_service.engine.vllm.seams import (
     GPUWorker,
     LogitsProcessorWithLoRA,
     adopt,
+    all_gather,
     find_seam,
     get_kv_cache_groups,
+    num_ranks,
     pool_bytes_per_block,
     require_attributes,
 )
@@ -205,7 +207,12 @@ class CursorWorker:
         require_attributes(manager, "_adapter_manager")
         adapters = manager._adapter_manager
         require_attributes(adapters, "lora_index_to_id", "modules", "packed_modules")
-        return served_checksums(adapters, version, specs)
+        return served_checksums(adapters, version, specs, self._gather)
+
+    @staticmethod
+    def _gather(tensor: Any) -> Sequence[Any]:
+        """Each rank's part of a tensor that they share."""
+        return all_gather(tensor.contiguous(), dim=0).chunk(num_ranks(), 0)
 
 
 class CursorGPUWorker(CursorWorker, GPUWorker):
