@@ -1,6 +1,8 @@
 """One optimiser step on a batch: advantages, strips, losses, gradients, and their figures.
 
-Synchronous; the loop runs it on a thread. A tree never crosses a step.
+Synchronous; the loop runs it on a thread. A tree never crosses a step. Groups whose episodes all
+earned the same teach nothing: every term of a group objective is multiplied by the advantage,
+which is 0 there. They count in every mean and are not computed.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.record import NodeKind
 from trainer_service.advantages import ESTIMATORS
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.divergence import Divergence, divergence
 from trainer_service.feed import Batch
-from trainer_service.groups import Scored
+from trainer_service.groups import Group, Scored
 from trainer_service.objectives import OBJECTIVES, ObjectiveOptions, PackedLogprobs
 from trainer_service.optim import Optimizer
 from trainer_service.policy import Policy
@@ -40,6 +43,8 @@ class _Piece:
 
     strip: Strip
     advantages: torch.Tensor
+    teaches: bool = True
+    """False: a look at how far the policy is from the one that sampled, without gradient."""
 
 
 def train_step(
@@ -54,12 +59,14 @@ def train_step(
     begin = time.monotonic()
     pieces = _pieces(batch, config)
     packed = time.monotonic()
-    options = _options(pieces, config)
+    options = _options(batch, pieces, config)
     optimizer.zero_grad()
     figures = _Figures(version)
     loss = 0.0
     for piece in pieces:
         loss += _accumulate(policy, piece, config.objective, options, figures)
+    if not any(piece.teaches for piece in pieces):
+        _zero_gradients(optimizer)
     outcome = optimizer.step(loss=loss)
     computed = time.monotonic()
     metrics = {
@@ -70,8 +77,8 @@ def train_step(
         "seconds/pack": packed - begin,
         "seconds/compute": computed - packed,
         "tokens/per_s": sum(p.strip.num_tokens for p in pieces) / max(computed - packed, 1e-9),
-        **_batch_metrics(batch),
-        **_token_metrics(pieces, version),
+        **_batch_metrics(batch, config, version),
+        **_token_metrics(batch, pieces),
         **figures.metrics(),
     }
     return StepResult(skipped=outcome.skipped, metrics=metrics)
@@ -160,14 +167,27 @@ def _divergence_metrics(area: str, parts: Sequence[Divergence]) -> dict[str, flo
 
 
 def _pieces(batch: Batch, config: TrainerConfig) -> list[_Piece]:
+    """Strips of the groups that teach; the first strip of the others where none does.
+
+    That one is for the figures alone: a run that has learned its tasks reports its divergence too.
+    """
     episodes = batch.episodes
     advantages = _advantages(batch, config)
+    teaching = [not _is_uniform(group, config) for group in batch.groups for _ in group.episodes]
+    teaches = any(teaching)
+    places = [place for place, own in enumerate(teaching) if own == teaches]
+    sizes = [episodes[place].record.num_tokens for place in places]
     pieces = []
-    sizes = [episode.record.num_tokens for episode in episodes]
-    for chosen in split_episodes(sizes, config.batch.max_strip_tokens):
-        strip = pack_episodes([episodes[index].record for index in chosen])
-        pieces.append(_Piece(strip=strip, advantages=advantages[chosen]))
+    for chosen in split_episodes(sizes, config.batch.max_strip_tokens)[: None if teaches else 1]:
+        own = [places[index] for index in chosen]
+        strip = pack_episodes([episodes[place].record for place in own])
+        pieces.append(_Piece(strip=strip, advantages=advantages[own], teaches=teaches))
     return pieces
+
+
+def _is_uniform(group: Group, config: TrainerConfig) -> bool:
+    """Whether its episodes are compared and none was better than another."""
+    return config.needs_groups and len({episode.reward for episode in group.episodes}) == 1
 
 
 def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
@@ -180,13 +200,13 @@ def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
     return ESTIMATORS[config.batch.advantages](outcomes, group_ids)
 
 
-def _options(pieces: Sequence[_Piece], config: TrainerConfig) -> ObjectiveOptions:
-    """The normalisers are those of the whole step, however it is cut."""
+def _options(batch: Batch, pieces: Sequence[_Piece], config: TrainerConfig) -> ObjectiveOptions:
+    """The normalisers are those of the whole step, however it is cut and whatever is left out."""
     return ObjectiveOptions(
         clip_low=config.loss.clip_low,
         clip_high=config.loss.clip_high,
         max_importance=config.loss.importance_cap,
-        num_episodes=sum(piece.strip.num_episodes for piece in pieces),
+        num_episodes=len(batch.episodes),
         num_actions=max(sum(piece.strip.action_source.shape[0] for piece in pieces), 1),
     )
 
@@ -195,34 +215,49 @@ def _accumulate(
     policy: Policy, piece: _Piece, objective: str, options: ObjectiveOptions, figures: _Figures
 ) -> float:
     strip = piece.strip.to(policy.device)
-    logprobs = policy.logprobs(strip)
-    output = OBJECTIVES[objective](logprobs, strip, piece.advantages.to(policy.device), options)
+    with torch.set_grad_enabled(piece.teaches):
+        logprobs = policy.logprobs(strip)
+        output = OBJECTIVES[objective](logprobs, strip, piece.advantages.to(policy.device), options)
     figures.add(logprobs, strip, output.metrics)
+    if not piece.teaches:
+        return 0.0
     output.loss.backward()
     return float(output.loss.detach())
 
 
-def _batch_metrics(batch: Batch) -> dict[str, float]:
+def _zero_gradients(optimizer: Optimizer) -> None:
+    """What a backward would have left: momentum and decay go on as with any gradient."""
+    for parameter in optimizer.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _batch_metrics(batch: Batch, config: TrainerConfig, version: int) -> dict[str, float]:
     episodes = batch.episodes
-    uniform = [len({episode.reward for episode in group.episodes}) == 1 for group in batch.groups]
+    lags = [
+        (version - node.policy_version, len(node.sampled_logprobs))
+        for episode in episodes
+        for node in episode.record.nodes
+        if node.kind != NodeKind.DEMONSTRATION and node.sampled_logprobs
+    ]
+    num_sampled = sum(count for _, count in lags)
     return {
         "reward/mean": sum(episode.reward for episode in episodes) / len(episodes),
         "batch/episodes": float(len(episodes)),
         "batch/groups": float(len(batch.groups)),
-        "batch/uniform_groups": sum(uniform) / len(uniform),
+        "batch/uniform_groups": float(sum(_is_uniform(group, config) for group in batch.groups)),
+        "policy/lag_mean": sum(lag * count for lag, count in lags) / max(num_sampled, 1),
+        "policy/lag_max": float(max((lag for lag, _ in lags), default=0)),
     }
 
 
-def _token_metrics(pieces: Sequence[_Piece], version: int) -> dict[str, float]:
+def _token_metrics(batch: Batch, pieces: Sequence[_Piece]) -> dict[str, float]:
+    """Of what was computed; `tokens/skipped` is what was not, for it taught nothing."""
     packed = sum(piece.strip.num_tokens for piece in pieces)
     flat = sum(piece.strip.tokens_flat for piece in pieces)
-    sampled = [piece.strip.policy_version[~piece.strip.is_demonstration] for piece in pieces]
-    lags = version - torch.cat(sampled)
     return {
         "tokens/packed": float(packed),
         "tokens/flat": float(flat),
         "tokens/packed_over_flat": packed / flat,
         "tokens/actions": float(sum(piece.strip.action_source.shape[0] for piece in pieces)),
-        "policy/lag_mean": float(lags.double().mean()) if len(lags) else 0.0,
-        "policy/lag_max": float(lags.max()) if len(lags) else 0.0,
+        "tokens/skipped": float(sum(e.record.num_tokens for e in batch.episodes) - packed),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,19 @@ from harness_sdk.record import EpisodeRecord, record_to_bytes
 from tests.random_records import random_record
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
-from trainer_service.config import OBJECTIVE_NAMES, TrainerConfig
+from trainer_service.advantages import ESTIMATORS
+from trainer_service.config import GROUP_OBJECTIVES, OBJECTIVE_NAMES, LossOptions, TrainerConfig
+from trainer_service.dag import pack_episodes
 from trainer_service.feed import Batch
 from trainer_service.groups import Group, Scored
-from trainer_service.optim import Optimizer
+from trainer_service.objectives import OBJECTIVES, ObjectiveOptions, PackedLogprobs
+from trainer_service.optim import Optimizer, StepOutcome
 from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.policy import LoraOptions, Policy
 from trainer_service.run_state import probe_tokens
 from trainer_service.step import split_episodes, train_step
+from trainer_service.strip import Strip
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,7 @@ def _batch(num_groups: int = 2, *, demonstrations: bool = False) -> Batch:
     return Batch(groups=tuple(groups))
 
 
-def _stepped(config: TrainerConfig, batch: Batch) -> tuple[dict[str, float], list[torch.Tensor]]:
+def _policy(config: TrainerConfig) -> Policy:
     assert config.model.path is not None
     policy = Policy.load(
         config.model.path, lora=LoraOptions(rank=2, alpha=4.0, seed=1), dtype="float64"
@@ -73,6 +79,11 @@ def _stepped(config: TrainerConfig, batch: Batch) -> tuple[dict[str, float], lis
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    return policy
+
+
+def _stepped(config: TrainerConfig, batch: Batch) -> tuple[dict[str, float], list[torch.Tensor]]:
+    policy = _policy(config)
     optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
     result = train_step(policy, optimizer, batch, config, version=1)
     return result.metrics, [p.detach().clone() for p in policy.trainable_parameters()]
@@ -106,6 +117,130 @@ def test_step_reports_what_the_issue_asks_for(model: Path) -> None:
         "objective/entropy", "tokens/per_s", "seconds/pack", "seconds/compute",
     ):  # fmt: skip
         assert np.isfinite(metrics[name]), name
+
+
+def _mixed(rewards: Sequence[Sequence[float]]) -> Batch:
+    """The groups of `_batch` with these rewards."""
+    groups = []
+    for group, own in zip(_batch(len(rewards)).groups, rewards, strict=True):
+        records = [
+            replace(episode.record, reward=reward)
+            for episode, reward in zip(group.episodes, own, strict=True)
+        ]
+        groups.append(replace(group, episodes=tuple(Scored.of(r.episode_id, r) for r in records)))
+    return Batch(groups=tuple(groups))
+
+
+class _Gradients(Optimizer):
+    """Keeps what it was given."""
+
+    def step(self, *, loss: float) -> StepOutcome:
+        self.found = [p.grad.clone() for p in self.parameters if p.grad is not None]
+        return super().step(loss=loss)
+
+
+def _gradients(policy: Policy, config: TrainerConfig, batch: Batch) -> list[torch.Tensor]:
+    """Those of every episode, computed in one strip."""
+    strip = pack_episodes([episode.record for episode in batch.episodes])
+    advantages = ESTIMATORS[config.batch.advantages](
+        [episode.reward for episode in batch.episodes],
+        [group.group_id for group in batch.groups for _ in group.episodes],
+    )
+    options = ObjectiveOptions(
+        clip_low=config.loss.clip_low,
+        clip_high=config.loss.clip_high,
+        max_importance=config.loss.importance_cap,
+    )
+    OBJECTIVES[config.objective](policy.logprobs(strip), strip, advantages, options).loss.backward()
+    found = [p.grad.clone() for p in policy.trainable_parameters() if p.grad is not None]
+    for parameter in policy.trainable_parameters():
+        parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("advantages", ["leave_one_out", "group_mean"])
+@pytest.mark.parametrize("objective", GROUP_OBJECTIVES)
+def test_groups_without_a_difference_are_left_out_and_change_no_gradient(
+    model: Path, objective: str, advantages: str, cap: float | None
+) -> None:
+    config = _config(model, objective, advantages=advantages, max_strip_tokens=100)
+    config = config.model_copy(update={"loss": LossOptions(importance_cap=cap)})
+    batch = _mixed([(0.3, 0.3, 0.3), (1.0, 0.0, 0.25), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0)])
+    policy = _policy(config)
+    wanted = _gradients(policy, config, batch)
+    computed = _counted(policy)
+    optimizer = _Gradients(policy.trainable_parameters(), config.optim_options)
+    metrics = train_step(policy, optimizer, batch, config, version=1).metrics
+    assert len(optimizer.found) == len(wanted) == len(optimizer.parameters)
+    assert any(float(gradient.abs().max()) > 1e-6 for gradient in wanted)
+    for found, gradient in zip(optimizer.found, wanted, strict=True):
+        assert float((found - gradient).norm()) <= 1e-9 * float(gradient.norm())
+    sizes = [sum(e.record.num_tokens for e in group.episodes) for group in batch.groups]
+    assert sum(computed) == metrics["tokens/packed"] == sizes[1] + sizes[3]
+    assert metrics["tokens/skipped"] == sizes[0] + sizes[2]
+    assert metrics["batch/uniform_groups"] == 2.0
+    assert (metrics["batch/groups"], metrics["batch/episodes"]) == (4.0, 12.0)
+    assert metrics["reward/mean"] == pytest.approx((0.9 + 1.25 + 3.0 + 2.0) / 12)
+    sampled = [[e.record.num_sampled for e in group.episodes] for group in batch.groups]
+    assert metrics["divergence/num_tokens"] == sum(sampled[1]) + sum(sampled[3])
+    # Staleness is a figure of everything that came.
+    lags = [1 - number for number in range(4)]
+    assert metrics["policy/lag_max"] == 1.0
+    assert metrics["policy/lag_mean"] == pytest.approx(
+        sum(lag * sum(own) for lag, own in zip(lags, sampled, strict=True)) / sum(map(sum, sampled))
+    )
+
+
+def test_step_without_any_difference_looks_at_one_strip_and_steps_as_with_zeros(
+    model: Path,
+) -> None:
+    config = _config(model, "dag_grpo", max_strip_tokens=100)
+    teaching, batch = _mixed([(1.0, 0.0, 0.0)]), _mixed([(1.0,) * 3, (0.0,) * 3])
+    policy = _policy(config)
+    optimizer = _Gradients(policy.trainable_parameters(), config.optim_options)
+    train_step(policy, optimizer, teaching, config, version=1)
+    before = [p.detach().clone() for p in policy.trainable_parameters()]
+    moments = copy.deepcopy(optimizer.state_dict())
+    computed = _counted(policy)
+    result = train_step(policy, optimizer, batch, config, version=1)
+    metrics, total = result.metrics, sum(e.record.num_tokens for e in batch.episodes)
+    assert len(computed) == 1
+    assert computed[0] == metrics["tokens/packed"] == total - metrics["tokens/skipped"] < total / 2
+    assert metrics["divergence/num_tokens"] > 0
+    assert metrics["divergence/kl_mean"] > 0
+    assert metrics["batch/uniform_groups"] == 2.0
+    assert (metrics["loss/total"], metrics["optim/grad_norm"], result.skipped) == (0, 0, False)
+    assert optimizer.num_steps == 2
+    # Momentum goes on, as it would with gradients that were computed to be 0.
+    moved = [p.detach().clone() for p in policy.trainable_parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+    reference = Optimizer([torch.nn.Parameter(p) for p in before], config.optim_options)
+    reference.load_state_dict(moments)
+    for parameter in reference.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    reference.step(loss=0.0)
+    for a, b in zip(reference.parameters, moved, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_imitation_leaves_nothing_out(model: Path) -> None:
+    groups = tuple(replace(g, episodes=g.episodes[:1]) for g in _batch(demonstrations=True).groups)
+    metrics, _ = _stepped(_config(model, "sft"), Batch(groups=groups))
+    assert metrics["tokens/skipped"] == metrics["batch/uniform_groups"] == 0.0
+
+
+def _counted(policy: Policy) -> list[int]:
+    """Tokens of each strip that `policy` computes from now on."""
+    counts: list[int] = []
+    original = policy.logprobs
+
+    def logprobs(strip: Strip) -> PackedLogprobs:
+        counts.append(strip.num_tokens)
+        return original(strip)
+
+    policy.logprobs = logprobs
+    return counts
 
 
 def test_rewarded_episodes_become_likelier_and_others_less(model: Path) -> None:
