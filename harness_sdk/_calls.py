@@ -9,6 +9,7 @@ twice, and the refused call is sent once more.
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
@@ -43,6 +44,7 @@ class Calls:
         self._session = session
         self._thread_id = thread_id
         self._running = ""
+        self._ended_s = time.monotonic()
         self._answered = False
         self._context = pb.CallContext()
         # All of them were sent on the present head, so at most one has taken effect.
@@ -88,7 +90,12 @@ class Calls:
                 self._unanswered.append(finish)
             raise
         finally:
-            self._running = ""
+            self._running, self._ended_s = "", time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call, or since the thread is known; 0 while a call runs."""
+        return 0.0 if self._running else time.monotonic() - self._ended_s
 
     def moved(self, head: int) -> None:
         """A reply came, with the thread's new head."""

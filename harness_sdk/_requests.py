@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from harness_sdk.errors import InvalidRequest
-from harness_sdk.types import Message
+from harness_sdk.tools import Tool, tool_schema
+from harness_sdk.types import Message, ToolSchema
 
 
 def as_messages(messages: str | Message | Sequence[str | Message]) -> list[Message]:
@@ -33,6 +35,16 @@ def sub_tasks(branches: object) -> dict[str, str]:
         )
     given = cast("Mapping[object, object]", branches)
     return {text("branch name", name): text("prompt", prompt) for name, prompt in given.items()}
+
+
+def tools_json(tools: Sequence[Tool | ToolSchema | Callable[..., Any]] | None) -> str:
+    """The schemas of an agent's tools; empty where it has none."""
+    if not tools:
+        return ""
+    schemas: list[ToolSchema] = [
+        cast(ToolSchema, tool) if isinstance(tool, Mapping) else tool_schema(tool) for tool in tools
+    ]
+    return json.dumps(schemas, ensure_ascii=False)
 
 
 def step_range(steps: object) -> tuple[int, int]:

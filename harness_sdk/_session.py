@@ -119,6 +119,10 @@ class Session:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
 
+    def runs(self, thread_id: str) -> bool:
+        """Whether a task of the episode works on behalf of the thread."""
+        return thread_id in self._tasks.values()
+
     def request_cancel(self, thread_ids: Collection[str] | None = None) -> list[asyncio.Task[Any]]:
         """Cancel the tasks of `thread_ids` (None: all) but the caller's own; returns them."""
         tasks = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -14,15 +13,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from harness_sdk import _channel, _requests, _wire
 from harness_sdk._calls import Calls, Finish
 from harness_sdk._channel import Q, R
 from harness_sdk._session import Session
+from harness_sdk._waiting import watched
 from harness_sdk.errors import Cancelled, ProtocolError, ThreadEnded
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
-from harness_sdk.tools import Tool, tool_schema
+from harness_sdk.tools import Tool
 from harness_sdk.types import (
     BranchResult,
     Budget,
@@ -154,7 +154,7 @@ class Thread:
             messages=[
                 _wire.message_to_proto(message) for message in _requests.as_messages(messages)
             ],
-            tools_json=_tools_json(tools),
+            tools_json=_requests.tools_json(tools),
             sampling=_wire.sampling_to_proto(sampling or self._session.sampling),
             demonstration=demonstration,
         )
@@ -271,6 +271,8 @@ class Thread:
         tool_call_id: str = "",
     ) -> list[BranchResult]:
         """Suspend until the branches have ended, and tell the model how.
+
+        A child that nobody runs never ends; after a minute of waiting for it a warning says so.
 
         Args:
             branches: Descendants: threads, their ids, or children's names; None: every child.
@@ -416,7 +418,9 @@ class Thread:
     ) -> list[BranchResult]:
         reply: pb.WaitReply | None = None
         stream = self._calls.stream(_channel.WAIT, request, deadline_s)
-        async with contextlib.aclosing(stream) as events:
+        idle_s = functools.partial(self._idle_s, tuple(request.branches))
+        where = {"episode_id": self.episode_id, "thread_id": self.thread_id}
+        async with contextlib.aclosing(stream) as events, watched(idle_s, **where):
             async for event in events:
                 if event.HasField("reply"):
                     reply = event.reply
@@ -430,6 +434,24 @@ class Thread:
         for result in results:
             self._mark_ended(result.thread_id, result.status, result.answer, result.evidence)
         return results
+
+    def _idle_s(self, thread_ids: Sequence[str]) -> dict[str, float]:
+        """Of each child that is waited for and runs, how long nobody has run it; by label."""
+        waited = [
+            thread
+            for thread in self._threads.values()
+            if (thread.thread_id in thread_ids if thread_ids else thread.parent is self)
+        ]
+        return {
+            thread._label: thread._calls.idle_s
+            for thread in waited
+            if not thread.ended and not self._session.runs(thread.thread_id)
+        }
+
+    @property
+    def _label(self) -> str:
+        is_id = self.name == self.thread_id
+        return self.name if is_id else f"{self.name} ({self.thread_id})"
 
     def _moved(self, head: int, budget: pb.Budget) -> None:
         self._calls.moved(head)
@@ -466,15 +488,6 @@ class Thread:
 async def _exhaust(events: Callable[[], AsyncGenerator[TokenDelta | Turn, None]]) -> None:
     async for _ in events():
         pass
-
-
-def _tools_json(tools: Tools | None) -> str:
-    if not tools:
-        return ""
-    schemas: list[ToolSchema] = [
-        cast(ToolSchema, tool) if isinstance(tool, Mapping) else tool_schema(tool) for tool in tools
-    ]
-    return json.dumps(schemas, ensure_ascii=False)
 
 
 def _delta(proto: pb.TokenDelta) -> TokenDelta:

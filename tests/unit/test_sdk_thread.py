@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import pytest
 
+import harness_sdk._waiting
 from harness_sdk import (
     Message,
     OctopusClient,
@@ -149,6 +151,73 @@ async def test_child_whose_agent_returns_without_done_is_cancelled(
         await episode.root.fork({"a": "x"}, run=idle)
         (result,) = await episode.root.wait(["a"])
         assert result.status is ThreadStatus.CANCELLED
+
+
+async def _wait_a_while(thread: Thread, *branches: str) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.7):
+            await thread.wait(branches)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness_sdk._waiting, "UNRUN_S", 0.2)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_wait_for_children_that_nobody_runs_names_them_once(
+    client: OctopusClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def idle(child: Thread) -> None:
+        await child.until_ended()
+
+    async with client.episode() as episode:
+        await episode.root.fork({"left": "x", "right": "y"})
+        await episode.root.fork({"run": "z"}, run=idle)
+        await _wait_a_while(episode.root, "left", "right", "run")
+        await episode.root.children["run"].cancel()
+    told = [r for r in caplog.records if r.name == "harness_sdk._waiting"]
+    assert [r.levelname for r in told] == ["WARNING"] * 2
+    assert told[0].getMessage().startswith("thread root waits for left, which nobody runs: for 0 s")
+    assert told[1].getMessage().startswith("thread root waits for right, which nobody runs")
+    assert "give fork run=, or child.spawn its agent" in told[0].getMessage()
+    assert "timeout_s" in told[0].getMessage()
+    assert vars(told[0])["episode_id"] == episode.episode_id
+
+
+@pytest.mark.usefixtures("soon")
+async def test_wait_for_a_child_that_is_being_called_says_nothing(
+    server: ScriptedServer, client: OctopusClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.turns["a"] = [Hang()]
+    async with client.episode() as episode:
+        child = (await episode.root.fork({"a": "x"}))["a"]
+        # Not a task of the episode: the caller's own.
+        turn = asyncio.create_task(child.generate())
+        await until(lambda: server.of("Generate"))
+        await _wait_a_while(episode.root, "a")
+        assert "nobody runs" not in caplog.text
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        # Its caller has gone and nobody took over.
+        await _wait_a_while(episode.root, "a")
+    assert caplog.text.count("thread root waits for a, which nobody runs") == 1
+
+
+@pytest.mark.usefixtures("soon")
+async def test_wait_for_every_child_knows_them_and_forgets_the_ended(
+    server: ScriptedServer, client: OctopusClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client.episode() as episode:
+        children = await episode.root.fork({"a": "x", "b": "y"})
+        await children["a"].fork({"deep": "z"})
+        await children["b"].done("b")
+        assert episode.root._idle_s(()).keys() == {"a"}
+        assert episode.root._idle_s(("a.deep", "b")).keys() == {"deep (a.deep)"}
+        server.ended["a"].clear()
+        await _wait_a_while(episode.root, "a")
+    assert "waits for a, which" in caplog.text
+    assert "waits for b" not in caplog.text and "waits for deep" not in caplog.text
 
 
 async def test_negative_step_is_refused_before_it_is_sent(client: OctopusClient) -> None:
