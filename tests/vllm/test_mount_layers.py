@@ -28,22 +28,23 @@ LEAST_EFFECT = 1e-3
 """Nats, root-mean-square: what another set of mount layers must change, or the tests are blind."""
 NUM_LAYERS = 4
 CASES = {
-    "middle quarter": ("llama", None, (1,)),
-    "first and third": ("qwen3", (2, 0), (0, 2)),
-    "all": ("llama", (0, 1, 2, 3), (0, 1, 2, 3)),
+    "middle quarter": ("llama", None, (1,), 1),
+    "first and third, two ranks": ("qwen3", (2, 0), (0, 2), 2),
+    "all": ("llama", (0, 1, 2, 3), (0, 1, 2, 3), 1),
 }
-"""Family, what is configured, and the layers that then read."""
+"""Family, what is configured, the layers that then read, and ranks that share the model."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=list(CASES))
 async def split(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
     """Prompts come in chunks that are smaller than two pages, beside decodes."""
-    family, configured, layers = CASES[request.param]
+    family, configured, layers, num_ranks = CASES[request.param]
     async for served in serve(
         servable_folder,
         family,
         mount_layers=configured,
         max_num_seqs=8,
+        tensor_parallel_size=num_ranks,
         vllm_arguments={"max_num_batched_tokens": 48},
     ):
         assert served.engine.info.mount_layers == layers

@@ -12,7 +12,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from harness_sdk.errors import ConfigError
-from rollout_service.engine.vllm.seams import FullAttentionSpec, MambaSpec, extract_layer_index
+from rollout_service.engine.vllm.seams import (
+    VLLM_VERSION,
+    FullAttentionSpec,
+    MambaSpec,
+    extract_layer_index,
+)
 
 _MAX_SPREAD = 1.5
 """vLLM makes one group of each set of layers where the largest set is smaller than this many times
@@ -134,8 +139,28 @@ def check_groups(groups: Iterable[Any], specs: Mapping[str, Any]) -> None:
             "vLLM groups layers in another way than mounts need",
             value=_layers(found),
             limit=_layers(list(asked.values())),
-            remedy="leave vLLM's disable_hybrid_kv_cache_manager unset",
+            remedy=f"install vllm {VLLM_VERSION}, or choose mount_layers that it splits evenly",
         )
+
+
+def check_parallelism(parallel_config: Any, *, has_mount_free: bool) -> None:
+    """Refuse ways to spread a model under which rows are not where tables say.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    # Rows of a page on several ranks; two halves of a batch; layers, so sets of layers, on several.
+    refused = ["decode_context_parallel_size", "prefill_context_parallel_size"]
+    refused += ["num_ubatches", "pipeline_parallel_size"] if has_mount_free else []
+    for name in refused:
+        size = getattr(parallel_config, name)
+        if size > 1:
+            raise ConfigError(
+                "mounts cannot be spread this way",
+                value=f"{name}={size}",
+                limit=1,
+                remedy="use tensor_parallel_size",
+            )
 
 
 def _is_even(num_reading: int, reading_sets: int, num_free: int, free_sets: int) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from harness_sdk.errors import ConfigError
+from rollout_service.engine.vllm.ahead import on_device
 
 Rows = tuple[int, int, int, int, int]
 """Source block, first row, destination block, first row, number."""
@@ -34,14 +36,14 @@ class BlockMemory:
                 split a block in k.
             num_blocks: Blocks of the scheduler.
         """
-        regions = [_bytes_by_block(cache, num_blocks) for cache in caches]
+        regions = [region for cache in caches for region in _bytes_by_block(cache, num_blocks)]
         self._regions = list({region.data_ptr(): region for region in regions}.values())
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks `(source, destination)`, in place."""
         if not copies:
             return
-        source, destination = torch.tensor(copies, device=self._regions[0].device).unbind(1)
+        source, destination = on_device(torch.tensor(copies), self._regions[0].device).unbind(1)
         for region in self._regions:
             region.index_copy_(0, destination, region.index_select(0, source))
 
@@ -49,22 +51,32 @@ class BlockMemory:
         """Fill blocks with zeros."""
         if not blocks:
             return
-        index = torch.tensor(blocks, device=self._regions[0].device)
+        index = on_device(torch.tensor(blocks), self._regions[0].device)
         for region in self._regions:
             region.index_fill_(0, index, 0)
 
 
-def _bytes_by_block(cache: Tensor, num_blocks: int) -> Tensor:
-    """The memory that a block takes from the start of `cache` on, `[num_blocks, n]` int32."""
+def _bytes_by_block(cache: Tensor, num_blocks: int) -> list[Tensor]:
+    """The memory that a block takes from the start of `cache` on, `[num_blocks, n]` int32 each."""
     storage = cache.untyped_storage()
     stride = cache.stride(0) * cache.element_size() * (cache.shape[0] // num_blocks)
-    # Where all layers' pages of a block lie together, they are one region.
-    is_whole = stride * num_blocks == storage.nbytes()
-    begin = 0 if is_whole else cache.storage_offset() * cache.element_size()
-    size = torch.int32.itemsize
-    assert stride % size == 0 and begin % size == 0
-    words = torch.empty(0, dtype=torch.int32, device=cache.device)
-    return words.set_(storage, begin // size, (num_blocks, stride // size), (stride // size, 1))
+    begins = [int(cache.storage_offset()) * cache.element_size()]
+    if stride * num_blocks == storage.nbytes():
+        # All layers' pages of a block lie together.
+        begins = [0]
+    elif cache.dim() > 1 and cache.stride(1) >= cache.stride(0) * cache.shape[0]:
+        # Heads outside blocks: a piece of the block for each.
+        step = cache.stride(1) * cache.element_size()
+        begins = [begins[0] + head * step for head in range(cache.shape[1])]
+    return [_words(storage, begin, (num_blocks, stride), cache.device) for begin in begins]
+
+
+def _words(storage: Any, begin: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Bytes `[rows, n]` from `begin` on as int32."""
+    size, (rows, length) = torch.int32.itemsize, shape
+    assert length % size == 0 and begin % size == 0
+    words = torch.empty(0, dtype=torch.int32, device=device)
+    return words.set_(storage, begin // size, (rows, length // size), (length // size, 1))
 
 
 class RowCopier(Protocol):
@@ -76,12 +88,16 @@ class RowCopier(Protocol):
 
 
 class StridedRows:
-    """GPU layouts: the logical view is `[kernel blocks, H, rows, 2D]`, K then V."""
+    """GPU layouts: the logical view is `[kernel blocks, H, rows, 2D]`, K then V, strides free.
+
+    FLASH_ATTN and TRITON_ATTN take every order of layers, blocks, heads and rows in memory, and a
+    page may be cut into several kernel blocks; the numbers of one row and head lie together.
+    """
 
     def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
-        """Copy `rows` on the caches' device."""
-        flat = torch.stack(_flat_rows(page_rows, rows)).to(caches[0].device)
+        """Copy `rows` on the caches' device; waits for nothing there."""
         kernel_rows = caches[0].shape[2]
+        flat = on_device(_flat_rows(page_rows, rows), caches[0].device)
         (source, destination), (from_row, to_row) = flat // kernel_rows, flat % kernel_rows
         for cache in caches:
             cache[destination, :, to_row] = cache[source, :, from_row]
@@ -101,26 +117,18 @@ class PackedRows:
 
     def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
         """Copy `rows` head by head in place."""
-        for cache in caches:
-            self._copy(cache, page_rows, rows)
-
-    def _copy(self, cache: Tensor, page_rows: int, rows: Sequence[Rows]) -> None:
-        num_blocks, heads, kernel_rows, width = cache.shape
+        _, heads, kernel_rows, width = caches[0].shape
         if self._places is None:
-            self._places = self._learn(kernel_rows, width, cache.dtype)
-        flat = cache.view(num_blocks, heads, kernel_rows * width)
-        source, destination = _flat_rows(page_rows, rows)
+            self._places = self._learn(kernel_rows, width, caches[0].dtype)
+        flat = _flat_rows(page_rows, rows)
         head = torch.arange(heads)[None, :, None]
-        picked = flat[
-            (source // kernel_rows)[:, None, None],
-            head,
-            self._places[source % kernel_rows][:, None, :],
-        ]
-        flat[
-            (destination // kernel_rows)[:, None, None],
-            head,
-            self._places[destination % kernel_rows][:, None, :],
-        ] = picked
+        source, destination = (
+            (blocks[:, None, None], head, self._places[places][:, None, :])
+            for blocks, places in zip(flat // kernel_rows, flat % kernel_rows, strict=True)
+        )
+        for cache in caches:
+            numbers = cache.view(-1, heads, kernel_rows * width)
+            numbers[destination] = numbers[source]
 
     def _learn(self, kernel_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Where each row's keys, then values, lie in a block, `[rows, 2D]`."""
@@ -153,13 +161,11 @@ def importlib_ops() -> Any:
     return importlib.import_module("vllm._custom_ops")
 
 
-def _flat_rows(page_rows: int, rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
-    """Source and destination row numbers over the whole cache."""
-    source: list[int] = []
-    destination: list[int] = []
-    for from_block, from_row, to_block, to_row, count in rows:
-        source += range(
-            from_block * page_rows + from_row, from_block * page_rows + from_row + count
-        )
-        destination += range(to_block * page_rows + to_row, to_block * page_rows + to_row + count)
-    return torch.tensor(source), torch.tensor(destination)
+def _flat_rows(page_rows: int, rows: Sequence[Rows]) -> Tensor:
+    """Source and destination row numbers over the whole cache, `[2, n]`."""
+    table = np.asarray(rows, dtype=np.int64)
+    from_block, from_row, to_block, to_row, count = table.T
+    # Each run's rows count up from its first.
+    within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+    first = np.stack((from_block * page_rows + from_row, to_block * page_rows + to_row))
+    return torch.from_numpy(np.repeat(first, count, axis=1) + within)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout_service.engine.vllm.ahead import EndedRows, on_device
 from rollout_service.engine.vllm.groups import (
     check_groups,
+    check_parallelism,
     is_recurrent,
     reads_mounts,
     split_layers,
@@ -73,6 +74,7 @@ class CursorRunner(GPUModelRunner):
         groups = self.kv_cache_config.kv_cache_groups
         check_groups(groups, self.get_kv_cache_spec())
         mount_free = [i for i, g in enumerate(groups) if not reads_mounts(g.kv_cache_spec)]
+        check_parallelism(self.parallel_config, has_mount_free=bool(mount_free))
         self._hidden_rows = HiddenRows(self.max_num_reqs, self.device) if mount_free else None
         for index in mount_free:
             table = self.input_batch.block_table[index]
