@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.vllm_engine.report import Report, say, spread
 from benchmarks.vllm_engine.world import World
@@ -20,8 +20,8 @@ from harness_sdk.types import Message, SamplingOptions
 from rollout_service.engine.base import Engine
 from rollout_service.server import serve
 
-_NUM_TURNS = 40
-_NUM_RESENT = 10
+_NUM_TURNS = 20
+_NUM_RESENT = 6
 _OBSERVATION_TOKENS = 64
 _REPLY_TOKENS = 8
 
@@ -42,8 +42,8 @@ class _Clocked:
 async def assembly(world: World, report: Report) -> None:
     """Turns of one thread at the longest context."""
     clocked = _Clocked(world.engine)
-    world.sessions._service = _with_engine(world.sessions._service, clocked)
-    server = await serve(world.sessions)
+    # Stopping the server closes its sessions for good.
+    server = await serve(world.new_sessions(cast(Engine, clocked)))
     async with (
         _Counter(server.address) as counter,
         OctopusClient.connect(counter.address) as client,
@@ -108,12 +108,6 @@ def _resent(world: World, conversation: list[dict[str, Any]]) -> tuple[float, in
 
 def _prompt(world: World, conversation: list[dict[str, Any]]) -> tuple[int, ...]:
     return world.chat.prompt([Message(**message) for message in conversation])
-
-
-def _with_engine(service: Any, engine: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(service, engine=engine)
 
 
 class _Counter:

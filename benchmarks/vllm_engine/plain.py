@@ -181,7 +181,7 @@ async def running_plain(scale: Scale, folder: Path) -> AsyncIterator[Plain]:
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "disable_log_stats": True,
-        **vllm_arguments(scale, "load"),
+        **vllm_arguments(scale, "main"),
     }
     say("starting plain vLLM")
     llm = await asyncio.to_thread(

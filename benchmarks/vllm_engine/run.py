@@ -40,7 +40,7 @@ _CPU_PATIENCE = 4
 _WAIT_S = 150
 """Then it measures beside the others, and says so by its figures."""
 
-_MICRO = ("fork", "rewind", "mount", "assembly", "resident")
+_MAIN = ("fork", "rewind", "mount", "assembly", "resident", "decode", "load")
 
 
 class Run:
@@ -50,6 +50,9 @@ class Run:
         self.scale: Scale = SCALES[args.device]
         if args.samples:
             self.scale = dataclasses.replace(self.scale, num_samples=args.samples)
+        if args.episodes:
+            load = dataclasses.replace(self.scale.load, num_episodes=args.episodes)
+            self.scale = dataclasses.replace(self.scale, load=load)
         self.only: list[str] = args.only
         self.tell: Path | None = args.tell
         self.wait: list[Path] = args.wait
@@ -60,25 +63,23 @@ class Run:
         given = args.model or self.scale.model
         self.folder = Path(given) if Path(given).is_dir() else save_shape(scratch / given, given)
 
-    async def micro(self) -> None:
-        """What one thread at a time pays."""
+    async def main(self) -> None:
+        """What one thread at a time pays, how many there may be, and the load."""
         async with (
-            running(self.scale, self.folder, pool="micro", timed=True) as world,
+            running(self.scale, self.folder, pool="main", timed=True) as world,
             self.turn(),
         ):
             for name, measure in (
-                ("fork", branching.fork),
+                # Forks come last: a rewind would end them each time.
                 ("rewind", branching.rewind),
+                ("fork", branching.fork),
                 ("mount", branching.mount),
                 ("assembly", assembly.assembly),
             ):
                 await self.measure(name, lambda m=measure: m(world, self.report))
             await world.engine.forget_all()
             await self.measure("resident", lambda: resident.resident(world, self.report))
-
-    async def load(self) -> None:
-        """The agent-shaped load."""
-        async with running(self.scale, self.folder, pool="load") as world, self.turn():
+            await world.engine.forget_all()
             await self.measure("decode", lambda: agent_load.decode(world, self.report))
             await self.measure("load", lambda: agent_load.agent_load(world, self.report))
 
@@ -156,8 +157,7 @@ async def run(args: argparse.Namespace, command: str) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(args, command, Path(scratch))
         for names, part in (
-            (_MICRO, run.micro),
-            (("load", "decode"), run.load),
+            (_MAIN, run.main),
             (("plain_load", "plain_decode"), run.plain),
             (("admission", "adapters"), run.admission),
         ):

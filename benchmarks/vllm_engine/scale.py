@@ -52,7 +52,7 @@ class Scale:
     vllm: dict[str, Any]
     """Arguments of vLLM itself, for this engine and for the plain one."""
     pool_bytes: dict[str, int]
-    """KV pool of the engine for the micro-benchmarks, the load and the admission."""
+    """KV pool of this engine and the plain one alike, and of the one for the admission."""
     admission_blocks: int
     load: Load
     admission: Load
@@ -79,7 +79,7 @@ CPU = Scale(
     mount_tokens=2048,
     engine={"max_num_seqs": 16, "max_states": 128},
     vllm={"load_format": "dummy", "max_model_len": 10_240, "max_num_batched_tokens": 2048},
-    pool_bytes={"micro": _GIB // 2, "load": _GIB // 4, "admission": _GIB // 4},
+    pool_bytes={"main": _GIB // 2, "admission": _GIB // 4},
     admission_blocks=400,
     load=Load(
         num_episodes=3, num_branches=3, num_turns=3, divisor=64, concurrency=2, timeout_s=300
@@ -114,7 +114,7 @@ CUDA = Scale(
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256],
         },
     },
-    pool_bytes={"micro": 84 * _GIB, "load": 44 * _GIB, "admission": 18 * _GIB},
+    pool_bytes={"main": 52 * _GIB, "admission": 18 * _GIB},
     admission_blocks=1100,
     load=Load(
         num_episodes=64, num_branches=10, num_turns=5, divisor=8, concurrency=64, timeout_s=600
@@ -122,7 +122,7 @@ CUDA = Scale(
     admission=Load(
         num_episodes=1000, num_branches=6, num_turns=2, divisor=64, concurrency=128, timeout_s=60
     ),
-    decode=(128, 1024, 192),
+    decode=(128, 1024, 128),
     num_checkpoints=1000,
     num_decoding=256,
     lora_rank=64,

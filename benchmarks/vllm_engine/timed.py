@@ -1,6 +1,7 @@
 """Clocks in the engine's processes: what a request's first step costs beside the forward pass.
 
-`scheduler_cls` and `worker_cls` name the classes below; they change nothing but keep times.
+`scheduler_cls` and `worker_cls` name the classes below; they change nothing but keep times, once
+they are told to.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from rollout_service.engine.vllm.seams import add_utility
 
 TAKE_TIMES = "octopus_bench_times"
 """Utility call of the core that returns and forgets its times."""
+CLOCKS = "octopus_bench_clocks"
+"""The one that starts and stops them."""
 
 
 class TimedScheduler(AheadCursorScheduler):
@@ -25,20 +28,21 @@ class TimedScheduler(AheadCursorScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.times: list[dict[str, Any]] = []
+        self.is_timed = False
         self._adding = 0.0
 
     def add_request(self, request: Any) -> None:
         """Timed."""
         begin = time.perf_counter()
         super().add_request(request)
-        self._adding += time.perf_counter() - begin
+        self._adding = time.perf_counter() - begin
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Timed where a request begins."""
         begin = time.perf_counter()
         output = super().schedule(*args, **kwargs)
-        if output.scheduled_new_reqs:
-            seconds, self._adding = self._adding + time.perf_counter() - begin, 0.0
+        if self.is_timed and output.scheduled_new_reqs:
+            seconds = self._adding + time.perf_counter() - begin
             self.times.append({"core_s": seconds, **self._attached(output)})
         return output
 
@@ -65,7 +69,7 @@ class _TimedRunner:
     """Mixed into the model runner's class: times the step's set-up, copies included."""
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        if not scheduler_output.scheduled_new_reqs:
+        if not (_Timed.is_timed and scheduler_output.scheduled_new_reqs):
             return super()._update_states(scheduler_output)  # type: ignore[misc]
         _wait_for_device()
         begin = time.perf_counter()
@@ -80,6 +84,12 @@ WORKER_TIMES: list[float] = []
 
 class _Timed:
     """Mixed into a worker's class."""
+
+    is_timed = False
+
+    def octopus_bench_clocks(self, is_timed: bool) -> None:
+        """Start or stop the clocks."""
+        _Timed.is_timed = is_timed
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Once the runner is there."""
@@ -112,4 +122,9 @@ def _take_times(core: Any) -> list[dict[str, Any]]:
     return times
 
 
+def _set_clocks(core: Any, is_timed: bool) -> None:
+    core.scheduler.is_timed = is_timed
+
+
 add_utility(TAKE_TIMES, _take_times)
+add_utility(CLOCKS, _set_clocks)

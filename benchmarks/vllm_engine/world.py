@@ -13,6 +13,7 @@ from benchmarks.vllm_engine.scale import Scale
 from benchmarks.vllm_engine.shapes import Texts
 from harness_sdk.types import Limits, Message, SamplingOptions, Turn
 from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.engine.base import Engine
 from rollout_service.engine.vllm import VllmEngine
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
 
@@ -34,9 +35,13 @@ class World:
     version: int = 0
 
     def __post_init__(self) -> None:
+        self.sessions = self.new_sessions(self.engine)
+
+    def new_sessions(self, engine: Engine) -> Sessions:
+        """Sessions over `engine`, without limits that a benchmark could run into."""
         limit = self.engine.info.max_positions
-        self.sessions = Sessions(
-            self.engine,
+        return Sessions(
+            engine,
             self.chat,
             None,
             SessionOptions(thread_budget=limit, answer_reserve=0, max_closed=1 << 20),
@@ -63,6 +68,20 @@ class World:
         """Give the residency of a thread's own cursors back."""
         nodes = self.sessions.episode(episode_id).nodes
         await self.engine.evict([node.cursor for node in nodes if node.thread_id == thread])
+
+    @asynccontextmanager
+    async def clocks(self) -> AsyncIterator[None]:
+        """Time the steps in which requests begin, one request at a time."""
+        await self._set_clocks(True)
+        try:
+            yield
+        finally:
+            await self._set_clocks(False)
+
+    async def _set_clocks(self, is_timed: bool) -> None:
+        llm = self.engine._llm
+        await llm.engine_core.call_utility_async("octopus_bench_clocks", is_timed)
+        await llm.collective_rpc("octopus_bench_clocks", args=(is_timed,))
 
     async def times(self) -> list[dict[str, Any]]:
         """Seconds of each step in which a request began since the last call: core and worker."""
@@ -92,7 +111,7 @@ async def running(
         scale: Sizes.
         folder: Model.
         pool: Which of the scale's pools.
-        timed: Whether clocks run in the engine's processes.
+        timed: Whether there are clocks in the engine's processes.
         options: Further arguments of `VllmEngine`; those of vLLM itself as `vllm`.
     """
     arguments = vllm_arguments(scale, pool) | options.pop("vllm", {})
