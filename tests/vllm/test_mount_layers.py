@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
 import pytest
@@ -119,6 +119,8 @@ async def test_a_mount_takes_pages_of_no_layer(play: Play, split: Served) -> Non
     assert await _taken(engine, play.extend(parent, 2)) == num_groups
     assert await _taken(engine, play.extend(parent, 2, mount)) == num_groups
     assert await _taken(engine, play.extend(reader, 2)) == num_groups
+    # Nor while it runs: a mount-free table has no room for rows that it never gets.
+    assert await _taken(engine, play.turn(reader, 9), at_most=True) == num_groups
 
 
 async def test_eviction_rebuilds_what_was_mounted(play: Play) -> None:
@@ -192,12 +194,20 @@ def _rms(play: Play, cursors: Sequence[Cursor]) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-async def _taken(engine: VllmEngine, extending: object) -> int:
-    """Blocks that a call leaves taken."""
+async def _taken(engine: VllmEngine, call: Awaitable[object], *, at_most: bool = False) -> int:
+    """Blocks that a call leaves taken, or the most that it ever takes."""
     builder = engine._builder
     assert builder is not None
-    await builder.client.command("usage")
-    free = builder.client.use.free
-    await extending  # type: ignore[misc]
-    await builder.client.command("usage")
-    return free - builder.client.use.free
+    client, lowest = builder.client, []
+
+    def on_step(kv_use: float) -> None:
+        lowest.append(round(client.use.total * (1 - kv_use)))
+
+    await client.command("usage")
+    before = client.use.free
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "on_step", on_step)
+        await call
+    await client.command("usage")
+    assert lowest
+    return before - (min(lowest) if at_most else client.use.free)
