@@ -190,6 +190,7 @@ def sampling_to_proto(sampling: types.SamplingOptions) -> pb.Sampling:
         top_k=sampling.top_k,
         stop=sampling.stop,
         seed=sampling.seed,
+        structured=structured_to_proto(sampling.structured),
     )
 
 
@@ -202,7 +203,31 @@ def sampling_from_proto(proto: pb.Sampling) -> types.SamplingOptions:
         top_k=proto.top_k,
         stop=tuple(proto.stop),
         seed=proto.seed if proto.HasField("seed") else None,
+        structured=structured_from_proto(proto.structured)
+        if proto.HasField("structured")
+        else None,
     )
+
+
+def structured_to_proto(structured: types.StructuredOutput | None) -> pb.StructuredOutput | None:
+    """A constraint for the wire."""
+    if structured is None:
+        return None
+    if structured.choice:
+        return pb.StructuredOutput(choice=pb.Choice(texts=structured.choice))
+    return pb.StructuredOutput(**{structured.kind: getattr(structured, structured.kind)})
+
+
+def structured_from_proto(proto: pb.StructuredOutput) -> types.StructuredOutput:
+    """A constraint from the wire.
+
+    Raises:
+        InvalidRequest: It says nothing.
+    """
+    kind = proto.WhichOneof("kind")
+    if kind == "choice":
+        return types.StructuredOutput(choice=tuple(proto.choice.texts))
+    return types.StructuredOutput(**({kind: getattr(proto, kind)} if kind else {}))
 
 
 _LIMIT_NAMES = ("thread_budget", "answer_reserve", "max_threads", "max_depth", "max_turns")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from harness_sdk.errors import InvalidRequest
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -89,6 +91,44 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What the text of a turn must be; one field is given.
+
+    Tokens that lead elsewhere are masked before sampling, and the log-probabilities are those of
+    what is left: evaluation, not training. Engines that cannot do it refuse.
+
+    Example:
+        `StructuredOutput(choice=("yes", "no"))`
+    """
+
+    json_schema: str = ""
+    """A JSON schema as text."""
+    regex: str = ""
+    """A regular expression for the whole text."""
+    choice: tuple[str, ...] = ()
+    """Texts of which it is one."""
+    grammar: str = ""
+    """A grammar in EBNF with the rule `root`."""
+
+    def __post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            raise InvalidRequest(
+                "a structured output has one constraint",
+                value=", ".join(given) or "none",
+                limit="json_schema, regex, choice or grammar",
+            )
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [entry.name for entry in fields(self) if getattr(self, entry.name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """How a turn is sampled. Log-probabilities are those of the distribution sampled from."""
 
@@ -101,6 +141,8 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     """Strings that end the turn; the text keeps them out, the tokens keep them in."""
     seed: int | None = None
+    structured: StructuredOutput | None = None
+    """None leaves the text free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

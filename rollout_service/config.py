@@ -93,7 +93,8 @@ class LimitOptions(Options):
     max_visible_tokens: int | None = Field(default=None, ge=1)
     """Path and mounts of a thread together; unset is the model's positions."""
     allow_truncated_sampling: bool = False
-    """Accept top_p and top_k, for evaluation alone: what they sample cannot be trained on."""
+    """Accept top_p, top_k and structured, for evaluation alone: what they sample cannot be trained
+    on."""
 
 
 class RedisOptions(Options):

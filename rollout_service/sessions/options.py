@@ -41,7 +41,7 @@ class SessionOptions:
     max_visible_tokens: int | None = None
     """Path and mounts together; None takes the model's positions."""
     allow_truncated_sampling: bool = False
-    """Accept top_p and top_k; their log-probabilities cannot be trained on."""
+    """Accept top_p, top_k and structured; their log-probabilities cannot be trained on."""
     busy_grace_s: float = 0.5
     """How long a call waits for the one before it, whose cancellation may still be on its way."""
     max_replies: int = 512

@@ -358,12 +358,14 @@ def _check_sampling(episode: Episode, sampling: SamplingOptions) -> None:
             raise InvalidRequest(
                 f"sampling.{name} is out of range", value=getattr(sampling, name), limit=limit
             )
-    truncated = sampling.top_p < 1 or sampling.top_k > 0
+    structured = sampling.structured
+    truncated = sampling.top_p < 1 or sampling.top_k > 0 or structured is not None
     if truncated and not episode.service.options.allow_truncated_sampling:
         raise InvalidRequest(
-            "top_p and top_k cannot be trained on: their mask is not recorded",
-            value=f"top_p={sampling.top_p}, top_k={sampling.top_k}",
-            limit="top_p=1, top_k=0",
+            "top_p, top_k and structured cannot be trained on: their mask is not recorded",
+            value=f"top_p={sampling.top_p}, top_k={sampling.top_k}, "
+            f"structured={structured.kind if structured is not None else None}",
+            limit="top_p=1, top_k=0, structured=None",
             remedy="leave them out; for evaluation alone, serve with "
             "--limits.allow-truncated-sampling true",
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness_sdk.errors import InvalidRequest
-from harness_sdk.types import SamplingOptions
+from harness_sdk.types import SamplingOptions, StructuredOutput
 from rollout_service.engine.transformers.sampling import check_sampling, sample
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 0.5, -1.0])
@@ -84,6 +84,10 @@ def test_impossible_token_is_never_drawn() -> None:
         ({"top_k": -1}, "top_k out of range"),
         ({"stop": ("",)}, "stop out of range"),
         ({"stop": ("end",)}, "stop strings need an engine with a tokenizer"),
+        (
+            {"structured": StructuredOutput(regex="a+")},
+            "does not constrain what it samples; got structured=regex",
+        ),
     ],
 )
 def test_options_without_a_distribution_are_refused(options: dict[str, Any], message: str) -> None:

@@ -129,6 +129,28 @@ def test_message_and_sampling_survive_the_wire() -> None:
     assert _wire.sampling_from_proto(_wire.sampling_to_proto(unseeded)) == unseeded
 
 
+@pytest.mark.parametrize(
+    "structured",
+    [
+        types.StructuredOutput(json_schema='{"type": "integer"}'),
+        types.StructuredOutput(regex="[ab]+"),
+        types.StructuredOutput(choice=("yes", "no")),
+        types.StructuredOutput(grammar='root ::= "x"'),
+    ],
+)
+def test_a_constraint_survives_the_wire(structured: types.StructuredOutput) -> None:
+    sampling = types.SamplingOptions(structured=structured)
+    assert _wire.sampling_from_proto(_wire.sampling_to_proto(sampling)) == sampling
+
+
+def test_no_constraint_and_two_are_refused() -> None:
+    with pytest.raises(errors.InvalidRequest, match="got regex, choice; allowed: json_schema"):
+        types.StructuredOutput(regex="a", choice=("a",))
+    empty = _wire.pb.Sampling(structured=_wire.pb.StructuredOutput())
+    with pytest.raises(errors.InvalidRequest, match="one constraint; got none"):
+        _wire.sampling_from_proto(empty)
+
+
 def test_unknown_role_is_refused() -> None:
     with pytest.raises(errors.InvalidRequest, match="developer"):
         _wire.message_from_proto(_wire.pb.Message(role="developer"))

@@ -16,7 +16,13 @@ from harness_sdk.errors import (
     ThreadNotFound,
 )
 from harness_sdk.record import NodeKind
-from harness_sdk.types import Message, SamplingOptions, ThreadStatus, TokenDelta
+from harness_sdk.types import (
+    Message,
+    SamplingOptions,
+    StructuredOutput,
+    ThreadStatus,
+    TokenDelta,
+)
 from rollout_service.cursors import Cursor
 from rollout_service.sessions.replies import TurnReply
 from rollout_service.sessions.turns import TurnRequest, take_turn
@@ -304,6 +310,7 @@ async def test_kept_replies_are_bounded() -> None:
         (SamplingOptions(top_p=0), "top_p"),
         (SamplingOptions(top_p=0.9), "top_p"),
         (SamplingOptions(top_k=5), "top_k"),
+        (SamplingOptions(structured=StructuredOutput(choice=("a",))), "structured=choice"),
     ],
 )
 async def test_sampling_that_cannot_be_served_is_refused(

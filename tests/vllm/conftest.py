@@ -56,12 +56,12 @@ async def serve(root: Path, family: str, **options: Any) -> AsyncIterator[Served
         "max_states": 64,
         "max_num_seqs": 16,
         "max_adapters": 0,
+        "detokenize": detokenize,
     } | options
     engine = VllmEngine(
         str(root / family),
         dtype=DTYPES[family],
         page_tokens=_PAGE_TOKENS,
-        detokenize=detokenize,
         **chosen,
     )
     await engine.start()

@@ -12,11 +12,14 @@ from harness_sdk.errors import InvalidRequest
 from harness_sdk.types import SamplingOptions
 
 
-def check_sampling(options: SamplingOptions, *, can_detokenize: bool) -> None:
+def check_sampling(
+    options: SamplingOptions, *, can_detokenize: bool, can_constrain: bool = False
+) -> None:
     """Refuse options that describe no distribution.
 
     Raises:
-        InvalidRequest: A value out of range, or stop strings without a way to read text.
+        InvalidRequest: A value out of range, stop strings without a way to read text, or a
+            constraint where the engine has none.
     """
     faults = (
         ("max_tokens", options.max_tokens, options.max_tokens >= 1, "at least 1"),
@@ -33,6 +36,13 @@ def check_sampling(options: SamplingOptions, *, can_detokenize: bool) -> None:
             "stop strings need an engine with a tokenizer",
             value=options.stop,
             remedy="use stop token ids",
+        )
+    if options.structured is not None and not can_constrain:
+        raise InvalidRequest(
+            "this engine does not constrain what it samples",
+            value=f"structured={options.structured.kind}",
+            limit="structured=None",
+            remedy="leave structured out, or serve the model and its tokenizer with vLLM",
         )
 
 

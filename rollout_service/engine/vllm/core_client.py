@@ -13,10 +13,11 @@ from harness_sdk.errors import (
     AdapterError,
     ConfigError,
     EngineError,
+    InvalidRequest,
     ResourceExhausted,
     Unavailable,
 )
-from harness_sdk.types import FinishReason
+from harness_sdk.types import FinishReason, StructuredOutput
 from rollout_service.engine.vllm.lora import LoraSpec
 from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
 from rollout_service.engine.vllm.stops import STOP_ARG, Detokenize
@@ -141,6 +142,7 @@ class CoreClient:
         lora: Any = None,
         score_prompt: bool = False,
         stop: Sequence[str] = (),
+        structured: StructuredOutput | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[Output]:
         """Compute `prompt` on top of a plan's rows and sample; closing aborts.
@@ -151,9 +153,11 @@ class CoreClient:
             lora: vLLM's handle of an adapter.
             score_prompt: Whether the prompt's log-probabilities are wanted.
             stop: Strings that end the request.
+            structured: What the sampled text must be.
             sampling: Sampling parameters of vLLM.
 
         Raises:
+            InvalidRequest: vLLM refuses the parameters.
             NotReady: The plan reads what was evicted meanwhile, or there is no room.
             EngineError: The engine process failed.
         """
@@ -162,9 +166,11 @@ class CoreClient:
         params = self._seams.SamplingParams(
             extra_args={EXTRA_ARG: plan.to_wire(), STOP_ARG: list(stop)},
             detokenize=False,
-            ignore_eos=True,
+            # A constraint may end with the model's own ends of sequence beside the stop ids.
+            ignore_eos=structured is None,
             output_kind=self._seams.RequestOutputKind.DELTA,
             prompt_logprobs=_LOGPROBS_OF_SAMPLED if score_prompt else None,
+            structured_outputs=None if structured is None else self._constraint(structured),
             **sampling,
         )
         stream = self._llm.generate(
@@ -189,6 +195,9 @@ class CoreClient:
                 yield output
         except NotReady:
             raise
+        except self._seams.Refusal as error:
+            is_over = True
+            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
         except Exception as error:
             is_over = True
             raise EngineError(
@@ -259,6 +268,14 @@ class CoreClient:
             "octopus_lora_checksums", args=(version, [list(spec) for spec in specs])
         )
         return {name: (down, up) for name, (down, up) in served.items()}
+
+    def _constraint(self, structured: StructuredOutput) -> Any:
+        return self._seams.StructuredOutputsParams(
+            json=structured.json_schema or None,
+            regex=structured.regex or None,
+            choice=list(structured.choice) or None,
+            grammar=structured.grammar or None,
+        )
 
     async def _raise_cause(self, plan: AttachPlan) -> None:
         missing = await self.command("missing", plan.reads())

@@ -19,7 +19,7 @@ from rollout_service.engine.checks import check_cursor, check_token_ids, check_v
 from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.core_client import CoreClient
 from rollout_service.engine.vllm.footing import hides_mounts
-from rollout_service.engine.vllm.launch import Pool, launch
+from rollout_service.engine.vllm.launch import Pool, has_tokenizer, launch
 from rollout_service.engine.vllm.lora import AdapterReader, LoadedAdapter
 from rollout_service.engine.vllm.model_facts import read_facts
 from rollout_service.engine.vllm.turn import Turn, check_options
@@ -229,7 +229,11 @@ class VllmEngine:
             EngineError: The engine process failed.
             AdapterError: `policy_version` is not loaded.
         """
-        check_options(sampling, can_detokenize=self._detokenize is not None)
+        check_options(
+            sampling,
+            can_detokenize=self._detokenize is not None,
+            can_constrain=has_tokenizer(self._model_path),
+        )
         builder = self._serving(policy_version)
         prompt = child_cursor(
             parent, tuple(prompt_token_ids), mounts=parent.mounts, policy_version=policy_version

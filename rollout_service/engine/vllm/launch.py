@@ -24,6 +24,7 @@ MOUNT_LAYERS_KEY = "octopus_mount_layers"
 _CPU_POOL_BYTES = 1 << 30
 """Where nothing else is asked for: left alone, vLLM takes most of the machine's memory."""
 _NULL_BLOCKS = 1
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _ENVIRONMENT = {
     # The service runs threads (gRPC); a fork of it could hang.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -67,6 +68,11 @@ def prepare_environment() -> None:
         sys.path.append(str(_STUBS))
         paths = [os.environ.get("PYTHONPATH", ""), str(_STUBS)]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+
+
+def has_tokenizer(model_path: str) -> bool:
+    """Whether vLLM finds a tokenizer in the folder."""
+    return all((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def launch(
@@ -114,7 +120,9 @@ def launch(
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
-        "skip_tokenizer_init": True,
+        # Only constraints need one: text is the service's affair.
+        "skip_tokenizer_init": not has_tokenizer(model_path),
+        "structured_outputs_config": {"backend": "xgrammar"},
         "max_num_seqs": max_num_seqs,
         "enable_prefix_caching": False,
         "tensor_parallel_size": tensor_parallel_size,

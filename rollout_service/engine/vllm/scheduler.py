@@ -152,7 +152,10 @@ class CursorScheduler(Scheduler):
         setattr(output, COPIES_ATTRIBUTE, self.registry.take_copies())
         ending = self.grammar_compile_error_reqs
         if not (output.num_scheduled_tokens or self.running or ending) and self.waiting:
-            ending.add(list(self.waiting)[-1].request_id)
+            waiting = list(self.waiting)
+            # Beside the steps a grammar is compiled: its request moves once that is ready.
+            if not any(self._is_blocked_waiting_status(request.status) for request in waiting):
+                ending.add(waiting[-1].request_id)
         return output
 
     def usage(self) -> dict[str, Any]:
@@ -229,7 +232,7 @@ def _rows_to_keep(request: Any) -> int | None:
     ):
         return None
     num_rows, num_trailing = request.num_computed_tokens, request.num_tokens - 1
-    if isinstance(request.stop_reason, int):
+    if request.output_token_ids[-1] in (request.sampling_params.stop_token_ids or ()):
         num_rows = min(num_rows, num_trailing)
     # Preempted while its last token was under way: nothing of it is left.
     return num_rows if num_rows >= num_trailing else None

@@ -173,9 +173,14 @@ AsyncLLM: Any = find_seam(
 AsyncMPClient: Any = find_seam("vllm.v1.engine.core_client:AsyncMPClient", "call_utility_async")
 StatLoggerBase: Any = find_seam("vllm.v1.metrics.loggers:StatLoggerBase", "record")
 SamplingParams: Any = find_seam(
-    "vllm.sampling_params:SamplingParams", call="extra_args logprob_token_ids prompt_logprobs"
+    "vllm.sampling_params:SamplingParams",
+    call="extra_args logprob_token_ids prompt_logprobs structured_outputs",
+)
+StructuredOutputsParams: Any = find_seam(
+    "vllm.sampling_params:StructuredOutputsParams", call="json regex choice grammar"
 )
 RequestOutputKind: Any = find_seam("vllm.sampling_params:RequestOutputKind", "DELTA")
+Refusal: Any = find_seam("vllm.exceptions:VLLMValidationError")
 LoRARequest: Any = find_seam(
     "vllm.lora.request:LoRARequest", call="lora_name lora_int_id lora_path"
 )

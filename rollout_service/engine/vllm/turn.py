@@ -40,6 +40,7 @@ class Turn:
             "seed": options.seed,
             "stop_token_ids": sorted(self.stop_token_ids),
             "stop": options.stop,
+            "structured": options.structured,
             "logprobs": 0,
         }
 
@@ -61,13 +62,14 @@ class Turn:
         )
 
 
-def check_options(options: SamplingOptions, *, can_detokenize: bool) -> None:
+def check_options(options: SamplingOptions, *, can_detokenize: bool, can_constrain: bool) -> None:
     """Refuse options that describe no distribution, or one that vLLM does not sample.
 
     Raises:
-        InvalidRequest: A value out of range, or stop strings without a way to read text.
+        InvalidRequest: A value out of range, stop strings without a way to read text, or a
+            constraint for a model without a tokenizer.
     """
-    check_sampling(options, can_detokenize=can_detokenize)
+    check_sampling(options, can_detokenize=can_detokenize, can_constrain=can_constrain)
     if 0 < options.temperature < _LOWEST_TEMPERATURE:
         raise InvalidRequest(
             "sampling option temperature out of range",
