@@ -24,7 +24,7 @@ def main() -> None:
         "--wait", type=Path, nargs="+", default=[], help="measure once these files are there"
     )
     parser.add_argument("--samples", type=int, help="of fork, rewind and mount")
-    parser.add_argument("--episodes", type=int, help="of the agent-shaped load")
+    parser.add_argument("--episodes", type=int, help="of the load, and of the admission")
     args = parser.parse_args()
     failed = asyncio.run(run(args, "python -m benchmarks.vllm_engine " + " ".join(sys.argv[1:])))
     sys.exit(bool(failed))

@@ -51,8 +51,11 @@ class Run:
         if args.samples:
             self.scale = dataclasses.replace(self.scale, num_samples=args.samples)
         if args.episodes:
-            load = dataclasses.replace(self.scale.load, num_episodes=args.episodes)
-            self.scale = dataclasses.replace(self.scale, load=load)
+            load, admission = (
+                dataclasses.replace(each, num_episodes=args.episodes)
+                for each in (self.scale.load, self.scale.admission)
+            )
+            self.scale = dataclasses.replace(self.scale, load=load, admission=admission)
         self.only: list[str] = args.only
         self.tell: Path | None = args.tell
         self.wait: list[Path] = args.wait

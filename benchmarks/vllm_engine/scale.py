@@ -85,7 +85,7 @@ CPU = Scale(
         num_episodes=3, num_branches=3, num_turns=3, divisor=64, concurrency=2, timeout_s=300
     ),
     admission=Load(
-        num_episodes=16, num_branches=2, num_turns=2, divisor=256, concurrency=8, timeout_s=120
+        num_episodes=200, num_branches=2, num_turns=2, divisor=256, concurrency=32, timeout_s=120
     ),
     decode=(8, 128, 96),
     num_checkpoints=60,

@@ -139,6 +139,8 @@ async def _case(name: str, device: str, folder: Path) -> dict[str, dict[str, Any
         arguments |= {
             **case,
             "kv_cache_memory_bytes": 1 << 29,
+            # Others may hold memory of the same device.
+            "gpu_memory_utilization": 0.1,
             "gdn_prefill_backend": "triton",
             "compilation_config": {
                 "mode": 0,
