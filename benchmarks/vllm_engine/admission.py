@@ -48,6 +48,7 @@ async def admission(world: World, report: Report, folder: Path, *, publish: bool
     are turns and episodes that failed while adapters were published.
     """
     load = world.scale.admission
+    world.sessions = world.new_sessions(world.engine, thread_budget=load.thread_budget)
     scripts = write_scripts(load, world.texts)
     outcome = _Outcome()
     begin = time.perf_counter()

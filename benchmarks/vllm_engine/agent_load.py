@@ -45,6 +45,7 @@ class SessionPlayer:
 async def agent_load(world: World, report: Report) -> None:
     """Episodes at once; tokens, latency, and what was computed more than once."""
     load = world.scale.load
+    world.sessions = world.new_sessions(world.engine, thread_budget=load.thread_budget)
     scripts = write_scripts(load, world.texts)
     before = world.engine.stats()
     tally = Tally()

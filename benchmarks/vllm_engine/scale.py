@@ -30,6 +30,11 @@ class Load:
         return round(4096 * more / self.divisor), round(8000 * more / self.divisor)
 
     @property
+    def thread_budget(self) -> int:
+        """32,768 tokens and as many for notes, which do not shrink with the rest."""
+        return max(2 * 32_768 // self.divisor, 1024)
+
+    @property
     def turn_tokens(self) -> int:
         """19,251 generated tokens an episode, shared among its turns."""
         num_turns = self.num_branches * self.num_turns * 1.3 + 2

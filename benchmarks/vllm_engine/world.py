@@ -37,9 +37,9 @@ class World:
     def __post_init__(self) -> None:
         self.sessions = self.new_sessions(self.engine)
 
-    def new_sessions(self, engine: Engine) -> Sessions:
-        """Sessions over `engine`, without limits that a benchmark could run into."""
-        limit = self.engine.info.max_positions
+    def new_sessions(self, engine: Engine, *, thread_budget: int | None = None) -> Sessions:
+        """Sessions over `engine`; with the model's own limits where no budget is given."""
+        limit = thread_budget or self.engine.info.max_positions
         return Sessions(
             engine,
             self.chat,
