@@ -69,8 +69,7 @@ class Session:
     def check_open(self) -> None:
         """Raise the reason why calls are refused, if they are."""
         if self._closed is not None:
-            # A fresh copy: one instance raised twice would collect both tracebacks.
-            raise type(self._closed)(self._closed.message, **self._closed.context())
+            raise self._closed.copy()
 
     def hold(self, method: Method[Q, R], request: Q) -> AsyncGenerator[R, None]:
         """The messages of the call that opens the episode and holds it, without a deadline."""

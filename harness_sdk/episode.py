@@ -27,7 +27,7 @@ from harness_sdk.errors import (
 from harness_sdk.options import Timeouts
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.thread import Thread
-from harness_sdk.types import PRIMITIVES, EpisodeResult, Limits, SamplingOptions
+from harness_sdk.types import PRIMITIVES, EpisodeResult, Limits, SamplingOptions, StopReason
 
 T = TypeVar("T")
 
@@ -216,7 +216,9 @@ class Episode:
             async with contextlib.aclosing(events):
                 async for event in events:
                     reason = event.closed.stop_reason or reason
-            lost: HarnessError = EpisodeNotFound(
+            # A broken engine may serve the next episode; whatever else ends one was decided.
+            kind = Unavailable if reason == StopReason.ENGINE_ERROR else EpisodeNotFound
+            lost: HarnessError = kind(
                 "the service closed the episode",
                 value=reason,
                 remedy="open another episode",

@@ -5,7 +5,7 @@ A service raises one of these; the converters in `_wire.py` carry it to the call
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class HarnessError(Exception):
@@ -53,6 +53,10 @@ class HarnessError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.context()))
+
+    def copy(self) -> Self:
+        """A fresh one like it: one instance raised twice would collect both tracebacks."""
+        return type(self)(self.message, **self.context())
 
     def context(self) -> dict[str, Any]:
         """The keyword arguments that rebuild this error beside its message."""

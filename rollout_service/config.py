@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from harness_sdk.errors import ConfigError
+from rollout_service.engine.vllm.release import require_vllm
 
 ADDRESS_FILE = "address"
 """File in a replica's folder that says where it listens, while it does."""
@@ -41,15 +42,35 @@ class ModelOptions(Options):
     """How tools are described: full is Qwen's wording, compact suits very small models."""
 
 
+class VllmOptions(Options):
+    """What only `engine.name vllm` has."""
+
+    gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Share of each GPU's memory for weights, work space and, with max_tokens unset, the pool."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Devices that the model is split over; on the CPU that many processes."""
+    page_tokens: int | None = Field(default=None, ge=16, le=1024, multiple_of=16)
+    """Tokens per KV page; unset is vLLM's choice, and always is with recurrent layers."""
+    max_states: int | None = Field(default=None, ge=1)
+    """Recurrent states that may be resident beside engine.max_tokens; unset is 8 for each of
+    engine.max_num_seqs."""
+    max_batched_tokens: int | None = Field(default=None, ge=16)
+    """Tokens computed in one step, longer prompts in chunks; unset is vLLM's choice."""
+    max_lora_rank: int = Field(default=64, ge=1, le=512)
+    """Highest rank of an adapter; adapters.max_versions buffers of that rank are held."""
+
+
 class EngineOptions(Options):
     """What computes."""
 
     name: Literal["transformers", "vllm"] = "transformers"
-    """transformers or vllm."""
-    max_tokens: int = Field(default=262_144, ge=16)
-    """Tokens that may be resident at a time, over all episodes."""
+    """transformers (any machine) or vllm (fast; an extra of its own, see the README)."""
+    max_tokens: int | None = Field(default=None, ge=16)
+    """Tokens that may be resident at a time, over all episodes; unset is 262144, or with vllm
+    what memory allows: gpu_memory_fraction of the GPU, 1 GiB on the CPU."""
     max_num_seqs: int = Field(default=64, ge=1, le=4096)
     """Sequences decoded in one batch."""
+    vllm: VllmOptions = VllmOptions()
 
 
 class ServerOptions(Options):
@@ -163,17 +184,39 @@ class RolloutConfig(Options):
         return self
 
     def _check_engine(self) -> None:
-        if self.engine.name == "vllm":
-            raise ConfigError(
-                "engine.name vllm is not offered yet",
-                value="vllm",
-                limit="transformers",
-                remedy="use --engine.name transformers",
-            )
         if self.model.path is None:
             raise ConfigError(
                 "model.path is not set", remedy="give a checkpoint's folder with --model.path"
             )
+        if self.engine.name == "vllm":
+            self._check_vllm()
+
+    def _check_vllm(self) -> None:
+        model = self.model
+        if model.dtype == "float64":
+            raise ConfigError(
+                "model.dtype is not one that vLLM computes in",
+                value=model.dtype,
+                limit="float32, bfloat16",
+                remedy="set --model.dtype bfloat16, or use --engine.name transformers",
+            )
+        if ":" in model.device:
+            raise ConfigError(
+                "vLLM takes no single device by number",
+                value=model.device,
+                limit="cpu, cuda",
+                remedy="set --model.device cuda and CUDA_VISIBLE_DEVICES="
+                f"{model.device.partition(':')[2]}",
+            )
+
+    def require_engine(self) -> None:
+        """Refuse a machine that lacks what the engine needs; values alone are checked before.
+
+        Raises:
+            ConfigError: `engine.name` is vllm and this machine's vLLM is not the one it needs.
+        """
+        if self.engine.name == "vllm":
+            require_vllm(self.model.device)
 
     def _check_server(self) -> None:
         server = self.server

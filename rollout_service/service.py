@@ -6,24 +6,29 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from harness_sdk._cancellation import end
 from harness_sdk.cli.settings import render_config
 from harness_sdk.control import ReplicaState
-from harness_sdk.errors import AdapterError, ConfigError
+from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
 from rollout_service.chat import ChatML, ChatTokenizer
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.base import Engine
-from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.server import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
 
 logger = logging.getLogger(__name__)
+
+_MAX_TOKENS = 262_144
+"""Resident at a time with transformers, where `engine.max_tokens` is unset."""
 
 
 async def run_service(config: RolloutConfig) -> None:
@@ -59,6 +64,7 @@ class RolloutService:
         self.adapters: Adapters
         self._stream: EpisodeStream | None = None
         self._bus: ControlBus | None = None
+        self._engine_end: asyncio.Future[None]
 
     async def __aenter__(self) -> RolloutService:
         try:
@@ -72,7 +78,19 @@ class RolloutService:
         await self._exit.aclose()
 
     async def run(self) -> None:
-        """Apply each announced policy, until cancelled."""
+        """Apply each announced policy, until cancelled.
+
+        Raises:
+            Unavailable: The engine has ended by itself.
+        """
+        applying = asyncio.create_task(self._apply_policies())
+        try:
+            await asyncio.wait([applying, self._engine_end], return_when=asyncio.FIRST_COMPLETED)
+            (self._engine_end if self._engine_end.done() else applying).result()
+        finally:
+            await end(applying)
+
+    async def _apply_policies(self) -> None:
         if self._bus is None:
             await asyncio.Event().wait()
             return
@@ -87,9 +105,11 @@ class RolloutService:
     async def _start(self) -> None:
         config = self._config
         tokenizer, chat = await asyncio.to_thread(_load_chat, config)
-        engine = _engine(config, tokenizer)
-        await engine.start()
+        self._engine_end = asyncio.get_running_loop().create_future()
+        engine = _new_engine(config, tokenizer, self._lose_engine)
+        # A start that fails, or is given up, may have begun a process.
         self._exit.push_async_callback(engine.close)
+        await engine.start()
         self._stream = await self._open_stream()
         self.adapters = self._new_adapters(engine, self._stream)
         await self.adapters.start()
@@ -116,6 +136,15 @@ class RolloutService:
             bus = ControlBus(config.mqtt.url, config.run, self.adapters.state)
             self._bus = await self._exit.enter_async_context(bus)
         logger.info("replica %s serves run %s at %s", config.replica_id, config.run, self.address)
+
+    def _lose_engine(self, error: Unavailable) -> None:
+        """The engine ended by itself: no call can be served any more, so `run` ends."""
+        if not self._engine_end.done():
+            self._engine_end.set_exception(error)
+            # Retrieved, where the service is being stopped anyhow.
+            self._engine_end.exception()
+        if hasattr(self, "sessions"):
+            self.sessions.fail(error)
 
     async def _open_stream(self) -> EpisodeStream | None:
         config = self._config
@@ -184,16 +213,52 @@ def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatML]:
     return tokenizer, ChatML(tokenizer, preamble=config.model.preamble)
 
 
-def _engine(config: RolloutConfig, tokenizer: ChatTokenizer) -> Engine:
-    assert config.engine.name == "transformers", "the configuration refuses every other engine"
+def _new_engine(
+    config: RolloutConfig, tokenizer: ChatTokenizer, on_end: Callable[[Unavailable], None]
+) -> Engine:
+    """The engine that the configuration names; neither one imports the other's packages."""
+    if config.engine.name == "vllm":
+        return _vllm_engine(config, tokenizer, on_end)
+    from rollout_service.engine.transformers import TransformersEngine
+
     return TransformersEngine(
         str(config.model.path),
         device=config.model.device,
         dtype=config.model.dtype,
-        max_tokens=config.engine.max_tokens,
+        max_tokens=config.engine.max_tokens or _MAX_TOKENS,
         mount_layers=config.model.mount_layers,
         max_num_seqs=config.engine.max_num_seqs,
         detokenize=tokenizer.decode,
+    )
+
+
+def _vllm_engine(
+    config: RolloutConfig, tokenizer: ChatTokenizer, on_end: Callable[[Unavailable], None]
+) -> Engine:
+    from rollout_service.engine.vllm import VllmEngine
+
+    options = config.engine.vllm
+    arguments: dict[str, Any] = {}
+    if config.model.device != "cpu":
+        arguments["gpu_memory_utilization"] = options.gpu_memory_fraction
+    if options.max_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = options.max_batched_tokens
+    return VllmEngine(
+        str(config.model.path),
+        device=config.model.device,
+        dtype=config.model.dtype,
+        max_tokens=config.engine.max_tokens,
+        max_states=options.max_states,
+        page_tokens=options.page_tokens,
+        mount_layers=config.model.mount_layers,
+        max_num_seqs=config.engine.max_num_seqs,
+        # Without the bus no adapter ever comes, and LoRA's buffers would cost for nothing.
+        max_adapters=0 if config.mqtt.url is None else config.adapters.max_versions,
+        max_lora_rank=options.max_lora_rank,
+        tensor_parallel_size=options.tensor_parallel_size,
+        detokenize=tokenizer.decode,
+        on_end=on_end,
+        vllm_arguments=arguments,
     )
 
 

@@ -75,6 +75,7 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
     """Every check that `args` asks for, in order."""
     yield check_python()
     yield from check_packages()
+    yield check_vllm()
     yield check_disk(args.folder)
     for port in args.port or [7040]:
         yield check_port(port)
@@ -108,6 +109,24 @@ def check_packages() -> Iterator[Check]:
             yield Check(name=name, level="warn", text=f"{version} is untested", remedy=remedy)
     if util.find_spec("torchvision") is not None:
         yield _torchvision()
+
+
+def check_vllm() -> Check:
+    """Whether `--engine.name vllm` can be served here, and on what."""
+    from rollout_service.engine.vllm.release import VLLM_VERSION, install_command, installed_vllm
+
+    found = installed_vllm()
+    if found is None:
+        text = "not installed: --engine.name transformers alone"
+        remedy = f"{install_command('cuda')} on GPUs, {install_command('cpu')} elsewhere"
+        return Check(name="vllm", level="ok", text=text, remedy=remedy)
+    text = f"{found.distribution} {found.version}, --model.device {found.device}"
+    if found.is_ours:
+        return Check(name="vllm", level="ok", text=text)
+    return Check(
+        name="vllm", level="warn", text=f"{text}; the engine needs {VLLM_VERSION}",
+        remedy=install_command(found.device),
+    )  # fmt: skip
 
 
 def _requirement(name: str) -> str:

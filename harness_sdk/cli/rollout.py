@@ -24,7 +24,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
-    # torch and transformers are imported from here on.
+    config.require_engine()
+    # torch, and transformers or vLLM, are imported from here on.
     from rollout_service.service import run_service
 
     asyncio.run(run_service(config))

@@ -22,6 +22,7 @@ from harness_sdk.errors import ServiceError, Unavailable
 
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig
+    from rollout_service.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,9 @@ class LocalStack:
             task.result()
 
     async def _start(self) -> None:
+        if self._config.with_rollout:
+            # Before anything starts: what the service would say after the servers.
+            _rollout_config(self._config).require_engine()
         self._config.run_folder.mkdir(parents=True, exist_ok=True)
         if not self.redis_url:
             self.valkey = ValkeyServer(self._config.run_folder / "valkey")
@@ -143,10 +147,10 @@ class LocalStack:
 
     async def _start_rollout(self) -> None:
         """Start the rollout service and wait for it to say where it listens."""
-        from rollout_service.config import ADDRESS_FILE, RolloutConfig
+        from rollout_service.config import ADDRESS_FILE
 
         settings = rollout_settings(self._config)
-        path = validate_config(RolloutConfig, settings).folder / ADDRESS_FILE
+        path = _rollout_config(self._config).folder / ADDRESS_FILE
         path.unlink(missing_ok=True)
         await self._start_service("rollout", settings)
         process = self.processes["rollout"]
@@ -191,9 +195,19 @@ def rollout_settings(config: StackConfig) -> dict[str, Any]:
     Raises:
         ConfigError: The service would refuse them.
     """
+    settings = _rollout_settings(config)
+    _rollout_config(config)
+    return settings
+
+
+def _rollout_config(config: StackConfig) -> RolloutConfig:
     from rollout_service.config import RolloutConfig
 
-    settings = _merged(
+    return validate_config(RolloutConfig, _rollout_settings(config))
+
+
+def _rollout_settings(config: StackConfig) -> dict[str, Any]:
+    return _merged(
         {
             "run": config.run,
             "run_folder": str(config.folder),
@@ -203,8 +217,6 @@ def rollout_settings(config: StackConfig) -> dict[str, Any]:
         },
         config.rollout,
     )
-    validate_config(RolloutConfig, settings)
-    return settings
 
 
 def trainer_settings(config: StackConfig, over: Mapping[str, Any] | None = None) -> dict[str, Any]:

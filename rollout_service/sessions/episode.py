@@ -10,7 +10,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from harness_sdk.errors import EpisodeNotFound, StaleHead, ThreadEnded, ThreadNotFound
+from harness_sdk.errors import (
+    EpisodeNotFound,
+    HarnessError,
+    StaleHead,
+    ThreadEnded,
+    ThreadNotFound,
+)
 from harness_sdk.record import NodeKind
 from harness_sdk.types import ROOT_THREAD, Budget, StopReason, ThreadStatus, ToolSchemas
 from rollout_service.background import Background
@@ -80,6 +86,8 @@ class Episode:
         """Number of the call whose client keeps the episode open."""
         self.closing: StopReason | None = None
         """Set once no further call is accepted."""
+        self.failure: HarnessError | None = None
+        """What every call is told once the engine has ended."""
         self.closed = asyncio.Event()
         self.background = Background()
         """Residency being given back: it goes on where the caller of a call has left."""
@@ -292,6 +300,8 @@ class Episode:
             )
 
     def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure.copy()
         if self.closing is not None:
             raise EpisodeNotFound(
                 "the episode is closed",

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from harness_sdk.errors import EpisodeNotFound, InvalidRequest, Unavailable
+from harness_sdk.errors import EpisodeNotFound, HarnessError, InvalidRequest, Unavailable
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import (
     BranchResult,
@@ -100,6 +100,7 @@ class Sessions:
         self._shut = False
         limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
         self._forecast = Forecast(limits.thread_budget)
+        self._failure: HarnessError | None = None
         self._admission = Admission(
             kv_use=lambda: engine.stats().kv_use,
             peak_use=self._peak_use,
@@ -288,16 +289,20 @@ class Sessions:
         assert episode.closing is not None
         return episode.closing
 
+    def fail(self, error: HarnessError) -> None:
+        """The engine has ended: every call is refused with `error` until `shutdown`."""
+        self._failure = error
+        for episode in self._episodes.values():
+            episode.failure = error
+
     async def shutdown(self) -> None:
-        """Close every episode as cancelled; no new one is admitted."""
+        """Close every episode as cancelled, or failed after `fail`; no new one is admitted."""
         self._shut = True
+        reason, message = StopReason.CANCELLED, "the service shut down"
+        if self._failure is not None:
+            reason, message = StopReason.ENGINE_ERROR, self._failure.message
         episodes = list(self._episodes.values())
-        await asyncio.gather(
-            *(
-                self._give_up(episode, StopReason.CANCELLED, "the service shut down")
-                for episode in episodes
-            )
-        )
+        await asyncio.gather(*(self._give_up(each, reason, message) for each in episodes))
 
     def build_record(self, episode_id: str, *, reward: float | None = None) -> EpisodeRecord:
         """The record of an open episode as it stands."""
@@ -360,6 +365,8 @@ class Sessions:
         episode = self._episodes.get(episode_id)
         if episode is not None:
             return episode
+        if self._failure is not None:
+            raise self._failure.copy()
         before = self._closed.get(episode_id)
         raise EpisodeNotFound(
             "the episode is closed" if before is not None else "no such episode on this replica",
@@ -401,6 +408,8 @@ class Sessions:
         )
 
     def _check_admits(self) -> None:
+        if self._failure is not None:
+            raise self._failure.copy()
         if self._shut:
             raise Unavailable("the service is shutting down", remedy="connect to another replica")
 

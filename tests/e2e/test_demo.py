@@ -114,7 +114,8 @@ def test_lost_service_ends_the_demo_with_its_name(tmp_path: Path) -> None:
 def test_vllm_is_refused_in_one_line() -> None:
     done = subprocess.run([*DEMO, "--engine", "vllm"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("octopus demo: the vllm engine is not offered yet")
+    assert done.stderr.startswith("octopus demo: the demo's model is not one for vLLM on the CPU")
+    assert "run the demo with --engine transformers" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

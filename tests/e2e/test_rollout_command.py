@@ -159,7 +159,10 @@ async def test_stop_without_redis_keeps_the_episode_for_the_next_start(
 async def test_bad_settings_end_the_command_with_the_remedy(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for flags, remedy in (
-        (["--engine.name", "vllm", "--model.path", "m"], "use --engine.name transformers"),
+        (
+            ["--engine.name", "vllm", "--model.path", "m", "--model.dtype", "float64"],
+            "or use --engine.name transformers",
+        ),
         (["--model.pat", "m"], "did you mean model.path?"),
         (["--model.path", str(tmp_path)], "tokenizer.json"),
     ):

@@ -69,6 +69,7 @@ class ScriptedServer(rpc.RolloutServicer):
     cancelled_calls: list[str] = field(default_factory=list)
     open_episodes: set[str] = field(default_factory=set)
     drop_episode: asyncio.Event = field(default_factory=asyncio.Event)
+    drop_reason: str = "engine_error"
     rewind_cancels: tuple[str, ...] = ()
 
     def of(self, method: str) -> list[Any]:
@@ -102,7 +103,7 @@ class ScriptedServer(rpc.RolloutServicer):
         try:
             yield pb.EpisodeEvent(opened=opened)
             await self.drop_episode.wait()
-            yield pb.EpisodeEvent(closed=pb.EpisodeClosed(stop_reason="engine_error"))
+            yield pb.EpisodeEvent(closed=pb.EpisodeClosed(stop_reason=self.drop_reason))
         finally:
             self.open_episodes.discard(request.episode_id)
 

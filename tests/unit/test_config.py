@@ -14,6 +14,7 @@ from harness_sdk.errors import ConfigError
 from rollout_service.config import RolloutConfig
 
 MODEL = ("--model.path", "model")
+VLLM = ("--engine.name", "vllm")
 
 
 def _load(*flags: str, path: Path | None = None, **environment: str) -> RolloutConfig:
@@ -45,8 +46,14 @@ def test_defaults_are_those_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--engine.name", "vllm"), "engine.name vllm is not offered yet"),
         (("--engine.name", "jax"), "engine.name is not valid"),
+        ((*VLLM, "--model.dtype", "float64"), "model.dtype is not one that vLLM computes in"),
+        ((*VLLM, "--model.device", "cuda:1"), "vLLM takes no single device by number"),
+        (("--engine.vllm.tensor-parallel-size", "0"), "engine.vllm.tensor_parallel_size is not"),
+        (("--engine.vllm.page-tokens", "40"), "engine.vllm.page_tokens is not valid"),
+        (("--engine.vllm.gpu-memory-fraction", "1.5"), "engine.vllm.gpu_memory_fraction is not"),
+        (("--engine.vllm.max-lora-rank", "1024"), "engine.vllm.max_lora_rank is not valid"),
+        (("--engine.vllm.max-loras", "2"), "unknown configuration key engine.vllm.max_loras"),
         (("--model.path", "none"), "model.path is not set"),
         (("--server.tls-cert", "a.pem"), "server.tls_cert and server.tls_key go together"),
         (("--server.tls-client-ca", "a.pem"), "server.tls_client_ca needs server.tls_cert"),

@@ -17,7 +17,9 @@ from harness_sdk.errors import (
     ClientClosed,
     DeadlineExceeded,
     EpisodeNotFound,
+    HarnessError,
     InvalidRequest,
+    Unavailable,
 )
 from tests.unit.scripted_server import Hang, ScriptedServer, until
 
@@ -146,10 +148,14 @@ async def test_task_spawned_while_the_episode_falls_is_refused_without_a_trace(
     assert len(refused) == 1
 
 
+@pytest.mark.parametrize(
+    ("reason", "error"), [("cancelled", EpisodeNotFound), ("engine_error", Unavailable)]
+)
 async def test_episode_closed_by_the_service_is_told_as_such(
-    server: ScriptedServer, client: OctopusClient
+    reason: str, error: type[HarnessError], server: ScriptedServer, client: OctopusClient
 ) -> None:
-    with pytest.raises(EpisodeNotFound, match="engine_error"):
+    server.drop_reason = reason
+    with pytest.raises(error, match=f"the service closed the episode; got {reason}"):
         async with client.episode() as episode:
             server.drop_episode.set()
             await until(lambda: not server.open_episodes)

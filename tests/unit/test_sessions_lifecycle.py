@@ -234,6 +234,30 @@ async def test_shutdown_closes_every_episode_and_admits_none() -> None:
         await bench.sessions.open(OpenRequest())
 
 
+async def test_a_lost_engine_ends_every_call_with_its_error_and_is_in_the_record() -> None:
+    engine = ScriptedEngine()
+    engine.gate = asyncio.Event()
+    engine.scripts.append([5, 6, 7])
+    bench = Bench(engine=engine)
+    await bench.open()
+    message = Message(role="user", content="go")
+    turn = asyncio.ensure_future(bench.sessions.turn(bench.call(), [message]))
+    await engine.sampling.wait()
+    bench.sessions.fail(Unavailable("the engine has ended", remedy="try another replica"))
+    await bench.sessions.shutdown()
+    lost = "the engine has ended; try another replica"
+    with pytest.raises(Unavailable, match=lost) as caught:
+        await turn
+    assert caught.value.retryable
+    with pytest.raises(Unavailable, match=lost):
+        await bench.fork("late")
+    with pytest.raises(Unavailable, match=lost):
+        await bench.sessions.open(OpenRequest(episode_id="other"))
+    (record,) = bench.sink.records
+    assert (record.stop_reason, record.error_kind) == ("engine_error", "Unavailable")
+    assert record.error_message == "the engine has ended"
+
+
 async def test_an_opening_queued_at_shutdown_is_refused() -> None:
     engine = ScriptedEngine()
     bench = Bench(engine=engine, admission_poll_s=0.001)

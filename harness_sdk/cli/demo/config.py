@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness_sdk.errors import ConfigError
+from rollout_service.engine.vllm.limits import check_cpu_model
 
 RUN = "run"
 """Name of the demo's run, and of its folder in `out`."""
@@ -52,12 +53,15 @@ class DemoConfig(BaseModel):
     @model_validator(mode="after")
     def _check_engine(self) -> DemoConfig:
         if self.engine == "vllm":
-            raise ConfigError(
-                "the vllm engine is not offered yet",
-                value="vllm",
-                limit="transformers",
-                remedy="run the demo with --engine transformers",
-            )
+            try:
+                check_cpu_model(MODEL, "bfloat16")
+            except ConfigError as error:
+                raise ConfigError(
+                    f"the demo's model is not one for vLLM on the CPU: {error.message}",
+                    value=error.value,
+                    limit=error.limit,
+                    remedy="run the demo with --engine transformers",
+                ) from error
         return self
 
     @property

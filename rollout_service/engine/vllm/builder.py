@@ -24,6 +24,7 @@ from rollout_service.engine.vllm.gate import RebuildGate
 from rollout_service.engine.vllm.lora import LoadedAdapter
 from rollout_service.engine.vllm.pins import Pins
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
+from rollout_service.engine.vllm.process import EngineProcess
 from rollout_service.engine.vllm.turn import Turn
 
 _T = TypeVar("_T")
@@ -55,10 +56,10 @@ class _Start:
 class FootingBuilder:
     """Footings on demand, over one engine process."""
 
-    def __init__(self, llm: Any) -> None:
-        """Build over vLLM's `AsyncLLM`."""
+    def __init__(self, llm: Any, process: EngineProcess) -> None:
+        """Build over vLLM's `AsyncLLM` and the process behind it."""
         self.store = FootingStore()
-        self.client = CoreClient(llm, self.store.forget)
+        self.client = CoreClient(llm, process, self.store.forget)
         self.adapters: dict[int, LoadedAdapter | None] = {0: None}
         """Loaded versions; the base model is none of vLLM's."""
         self.tokens_computed = 0

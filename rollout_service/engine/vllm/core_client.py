@@ -12,7 +12,6 @@ from typing import Any
 from harness_sdk.errors import (
     AdapterError,
     ConfigError,
-    EngineError,
     InvalidRequest,
     ResourceExhausted,
     Unavailable,
@@ -20,9 +19,12 @@ from harness_sdk.errors import (
 from harness_sdk.types import FinishReason, StructuredOutput
 from rollout_service.engine.vllm.lora import LoraSpec
 from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
+from rollout_service.engine.vllm.process import EngineProcess
 from rollout_service.engine.vllm.stops import STOP_ARG, Detokenize
 
 _COMMAND = "octopus_cursors"
+_GIVING_BACK = ("release", "evict", "unpin")
+"""Commands that a process which has ended leaves nothing to do for."""
 _LOAD_DETOKENIZER = "octopus_detokenizer"
 _RESULT_KEY = "octopus"
 _LOGPROBS_OF_SAMPLED = 0
@@ -121,9 +123,12 @@ class Output:
 class CoreClient:
     """vLLM's `AsyncLLM`, spoken to in plans."""
 
-    def __init__(self, llm: Any, on_evicted: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self, llm: Any, process: EngineProcess, on_evicted: Callable[[Iterable[int]], None]
+    ) -> None:
         """Speak to `llm`; `on_evicted` hears of residencies that pressure took."""
         self._llm = llm
+        self._process = process
         # Looked up when the engine was launched; vLLM reads its environment when imported.
         self._seams: Any = importlib.import_module("rollout_service.engine.vllm.seams")
         self._on_evicted = on_evicted
@@ -159,7 +164,8 @@ class CoreClient:
         Raises:
             InvalidRequest: vLLM refuses the parameters.
             NotReady: The plan reads what was evicted meanwhile, or there is no room.
-            EngineError: The engine process failed.
+            EngineError: The engine failed.
+            Unavailable: The engine process has ended.
         """
         if plan.num_rows + len(prompt) >= self._llm.model_config.max_model_len:
             raise PoolFull(self.use)
@@ -200,9 +206,7 @@ class CoreClient:
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
         except Exception as error:
             is_over = True
-            raise EngineError(
-                f"the engine process failed: {error}", remedy="see the service's log"
-            ) from error
+            raise self._process.failure(error) from error
         finally:
             if not is_over:
                 await stream.aclose()
@@ -216,11 +220,13 @@ class CoreClient:
             Unavailable: The engine process has ended.
         """
         try:
-            report = await self._llm.engine_core.call_utility_async(
-                _COMMAND, operation, list(residencies)
+            report = await self._process.answer(
+                self._llm.engine_core.call_utility_async(_COMMAND, operation, list(residencies))
             )
         except Exception as error:
-            raise Unavailable(f"the engine process does not answer: {error}") from error
+            if operation in _GIVING_BACK and self._process.has_ended:
+                return list(residencies)
+            raise self._process.failure(error) from error
         self._take_report({_RESULT_KEY: report})
         return list(report["gone"])
 
@@ -238,7 +244,9 @@ class CoreClient:
                 value=f"{detokenize!r}: {error}",
                 limit="what pickle takes: a module's function, or a method of a picklable object",
             ) from error
-        await self._llm.engine_core.call_utility_async(_LOAD_DETOKENIZER, pickled)
+        await self._process.answer(
+            self._llm.engine_core.call_utility_async(_LOAD_DETOKENIZER, pickled)
+        )
 
     async def load_lora(self, version: int, path: str) -> Any:
         """Load a PEFT folder between two steps; returns the handle that requests carry.
@@ -250,22 +258,26 @@ class CoreClient:
             lora_name=f"version-{version}", lora_int_id=version, lora_path=path
         )
         try:
-            await self._llm.add_lora(request)
+            await self._process.answer(self._llm.add_lora(request))
+        except Unavailable:
+            raise
         except Exception as error:
             raise AdapterError(f"vLLM refused the adapter: {error}", value=path) from error
         return request
 
     async def unload_lora(self, version: int) -> None:
         """Free a version's buffers."""
-        await self._llm.remove_lora(version)
+        await self._process.answer(self._llm.remove_lora(version))
 
     async def lora_checksums(
         self, version: int, specs: Sequence[LoraSpec]
     ) -> dict[str, tuple[str, str]]:
         """Checksums of a version's serving buffers, lora_A and lora_B by module."""
         # Every rank takes part, and each knows the whole.
-        served, *_ = await self._llm.collective_rpc(
-            "octopus_lora_checksums", args=(version, [list(spec) for spec in specs])
+        served, *_ = await self._process.answer(
+            self._llm.collective_rpc(
+                "octopus_lora_checksums", args=(version, [list(spec) for spec in specs])
+            )
         )
         return {name: (down, up) for name, (down, up) in served.items()}
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.core_client import CoreClient
 from rollout_service.engine.vllm.footing import hides_mounts
 from rollout_service.engine.vllm.launch import Pool, has_tokenizer, launch
+from rollout_service.engine.vllm.limits import check_cpu_model
 from rollout_service.engine.vllm.lora import AdapterReader, LoadedAdapter
 from rollout_service.engine.vllm.model_facts import read_facts
+from rollout_service.engine.vllm.process import EngineProcess, launched
 from rollout_service.engine.vllm.turn import Turn, check_options
 
 _STATES_PER_SEQUENCE = 8
@@ -47,6 +50,7 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         async_scheduling: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        on_end: Callable[[Unavailable], None] | None = None,
         vllm_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare an engine; `start` starts its process.
@@ -67,6 +71,7 @@ class VllmEngine:
             tensor_parallel_size: Devices that share every layer's heads and widths.
             async_scheduling: Whether a step is scheduled while the one before it still runs.
             detokenize: Text of token ids; needed for stop strings. The engine process gets a copy.
+            on_end: Called once where the engine process ends unasked; all calls raise then.
             vllm_arguments: Further engine arguments of vLLM.
         """
         self._model_path = model_path
@@ -82,9 +87,11 @@ class VllmEngine:
         self._tensor_parallel_size = tensor_parallel_size
         self._async_scheduling = async_scheduling
         self._detokenize = detokenize
+        self._on_end = on_end
         self._vllm_arguments = dict(vllm_arguments or {})
         self._info: EngineInfo | None = None
         self._llm: Any = None
+        self._process: EngineProcess | None = None
         self._builder: FootingBuilder | None = None
         self._adapter_reader: AdapterReader | None = None
         self._adapter_lock = asyncio.Lock()
@@ -104,6 +111,8 @@ class VllmEngine:
         Raises:
             ConfigError: The model, an option or the installed vLLM cannot be served.
         """
+        if self._device == "cpu":
+            check_cpu_model(self._model_path, self._dtype)
         facts = await asyncio.to_thread(read_facts, self._model_path)
         mount_layers = facts.mount_layers(self._mount_layers)
         clients: list[CoreClient] = []
@@ -112,7 +121,7 @@ class VllmEngine:
             for client in clients:
                 client.on_step(kv_use)
 
-        self._llm = await asyncio.to_thread(
+        start = partial(
             launch,
             self._model_path,
             device=self._device,
@@ -132,7 +141,10 @@ class VllmEngine:
             on_step=on_step,
             extra=self._vllm_arguments,
         )
-        builder = FootingBuilder(self._llm)
+        self._llm = await launched(start)
+        # From here on `close` ends it, however the start goes on.
+        self._process = EngineProcess(self._llm, self._on_end)
+        builder = FootingBuilder(self._llm, self._process)
         clients.append(builder.client)
         await builder.client.command("usage")
         if self._detokenize is not None:
@@ -151,20 +163,11 @@ class VllmEngine:
     async def close(self) -> None:
         """End the engine process; later calls raise `Unavailable`."""
         builder, self._builder = self._builder, None
-        llm, self._llm = self._llm, None
+        process, self._process, self._llm = self._process, None, None
         if builder is not None:
             await builder.close()
-        if llm is not None:
-            # Its task would take the process's end for a failure.
-            handler = llm.output_handler
-            if handler is not None:
-                handler.cancel()
-                await asyncio.wait([handler])
-            context = llm.engine_core.resources.ctx
-            await asyncio.to_thread(llm.shutdown)
-            # Its sockets are closed by a callback on this loop, which leaves their context open.
-            await asyncio.sleep(0)
-            await asyncio.to_thread(context.destroy, 0)
+        if process is not None:
+            await process.close()
 
     async def extend(
         self,

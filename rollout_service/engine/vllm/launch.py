@@ -15,16 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_service.engine.vllm.lifeline import Lifeline
+
 _PACKAGE = "rollout_service.engine.vllm"
 _STUBS = Path(__file__).parent / "stubs"
 POOL_KEY = "octopus"
 """Where vLLM's `additional_config` carries the pool to the workers."""
 MOUNT_LAYERS_KEY = "octopus_mount_layers"
 """And where the layers that read mounts."""
+_LIFELINE_KEY = "octopus_lifeline"
 _CPU_POOL_BYTES = 1 << 30
 """Where nothing else is asked for: left alone, vLLM takes most of the machine's memory."""
 _NULL_BLOCKS = 1
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of its buffers."""
 _ENVIRONMENT = {
     # The service runs threads (gRPC); a fork of it could hang.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -34,6 +39,8 @@ _ENVIRONMENT = {
     # Cores are the host's to share out.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TOKENIZERS_PARALLELISM": "false",
+    # It tells of memory that it then frees, which is what it is for.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
 
 
@@ -147,7 +154,7 @@ def launch(
             "enable_lora": True,
             "max_loras": num_slots,
             "max_cpu_loras": num_slots,
-            "max_lora_rank": max_lora_rank,
+            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= max_lora_rank),
         }
     if pool.page_tokens is not None:
         arguments["block_size"] = pool.page_tokens
@@ -158,6 +165,7 @@ def launch(
     config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
     # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.
     config.scheduler_config.async_scheduling = async_scheduling
+    config.additional_config[_LIFELINE_KEY] = Lifeline()
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness_sdk.errors import ConfigError
-
-VLLM_VERSION = "0.32.0"
+from rollout_service.engine.vllm.release import VLLM_VERSION
 
 
 def find_seam(path: str, *members: str, **parameters: str) -> Any:

@@ -1,0 +1,63 @@
+"""Ties vLLM's processes to the one that started them: none hears Ctrl-C, none is left behind.
+
+vLLM's engine core looks after its workers, but not after its own parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from typing import Any
+
+_followed: set[int] = set()
+
+
+class Lifeline(dict[str, Any]):
+    """An empty table in vLLM's configuration; a process that receives it is tied to the sender.
+
+    The configuration is the first that reaches a new process, before it waits for anything, and
+    each process hands it to those that it starts itself.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (os.getpid(),)
+
+
+def _received(sender: int) -> Lifeline:
+    # A copy within a process arrives at its sender.
+    if sender != os.getpid() and sender not in _followed and hasattr(os, "pidfd_open"):
+        _followed.add(sender)
+        _follow(sender)
+    return Lifeline()
+
+
+def _follow(parent: int) -> None:
+    """Leave the terminal's process group, and end when the parent ends."""
+    # The service ends the engine when the last episode is stored; Ctrl-C would end it at once.
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        _end()
+        return
+    if os.getppid() != parent:
+        _end()
+    threading.Thread(
+        target=_end_after, args=(descriptor,), daemon=True, name="octopus-parent"
+    ).start()
+
+
+def _end_after(descriptor: int) -> None:
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+    ended.poll()
+    _end()
+
+
+def _end() -> None:
+    # At once: a step may take long, and an exit handler may wait for what is gone.
+    os.kill(os.getpid(), signal.SIGKILL)

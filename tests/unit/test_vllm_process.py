@@ -1,0 +1,134 @@
+"""The engine process watched, given up, tied to its parent; plain processes stand in for it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness_sdk.errors import ConfigError, EngineError, Unavailable
+from rollout_service.engine.vllm.process import EngineProcess, launched
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def _llm(process: BaseProcess) -> Any:
+    """As much of vLLM's client as the watcher reads."""
+    resources = SimpleNamespace(
+        engine_manager=SimpleNamespace(processes=[process]), engine_dead=False
+    )
+    return SimpleNamespace(engine_core=SimpleNamespace(resources=resources))
+
+
+@pytest.fixture
+async def core() -> AsyncIterator[BaseProcess]:
+    """A process that only sleeps."""
+    process = SPAWN.Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    yield process
+    process.kill()
+    process.join()
+
+
+async def test_calls_end_with_the_process_and_its_end_is_told_once(core: BaseProcess) -> None:
+    told: list[Unavailable] = []
+    watched = EngineProcess(_llm(core), told.append)
+    assert await watched.answer(asyncio.sleep(0, "reply")) == "reply"
+    assert isinstance(watched.failure(ValueError("one request")), EngineError)
+    waiting = asyncio.create_task(watched.answer(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    core.kill()
+    async with asyncio.timeout(10):
+        with pytest.raises(Unavailable, match="the engine process has ended"):
+            await waiting
+    assert watched.has_ended
+    (error,) = told
+    assert error.retryable
+    assert isinstance(watched.failure(ValueError("any request")), Unavailable)
+    with pytest.raises(Unavailable):
+        await watched.answer(asyncio.Event().wait())
+
+
+async def test_start_that_is_cancelled_kills_what_it_started() -> None:
+    started: list[BaseProcess] = []
+
+    def launch() -> None:
+        process = SPAWN.Process(target=time.sleep, args=(600,), daemon=True)
+        process.start()
+        started.append(process)
+        process.join()
+        raise RuntimeError("the engine core did not start")
+
+    starting = asyncio.create_task(launched(launch))
+    async with asyncio.timeout(30):
+        while not started:
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert started[0].exitcode == -signal.SIGKILL
+
+
+async def test_start_that_fails_says_so_in_one_line() -> None:
+    def launch() -> None:
+        raise RuntimeError("Engine core initialization failed.\nSee above.")
+
+    with pytest.raises(ConfigError, match=r"^vLLM did not start: .* failed\.; see vLLM's own"):
+        await launched(launch)
+
+
+TREE = """
+import multiprocessing, os, sys, time
+from rollout_service.engine.vllm.lifeline import Lifeline
+
+def grow(depth, lifeline):
+    print(depth, os.getpid(), os.getsid(0), flush=True)
+    if depth:
+        spawn = multiprocessing.get_context("spawn")
+        spawn.Process(target=grow, args=(depth - 1, lifeline)).start()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    grow(2, {"nested": [Lifeline()]})
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_tied_processes_leave_the_terminal_and_end_with_their_parents(
+    killed: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "tree.py"
+    script.write_text(TREE)
+    root = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert root.stdout is not None
+    try:
+        lines = [next(root.stdout).split() for _ in range(3)]
+        pids = [int(pid) for _, pid, _ in lines]
+        assert [int(session) for _, _, session in lines] == [os.getsid(0), pids[1], pids[2]]
+        os.kill(pids[killed], signal.SIGKILL)
+        deadline_s = time.monotonic() + 10
+        while any(_runs(pid) for pid in pids[killed:]):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+    finally:
+        root.kill()
+        root.wait()
+        root.stdout.close()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
