@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
 
 from harness_sdk.errors import ConfigError
@@ -40,3 +43,20 @@ def test_windowed_attention_is_refused_by_name() -> None:
         groups.is_recurrent(
             kv_cache_interface.SlidingWindowSpec.__new__(kv_cache_interface.SlidingWindowSpec)
         )
+
+
+def test_placeholder_rows_read_as_zeros_in_front_of_tokens() -> None:
+    one, other = seams.RowsAndTokens(5, [1, 2, 3]), seams.RowsAndTokens(70_000, [7])
+    table = np.full((2, 70_010), 9, dtype=np.int32)
+    # As vLLM's worker takes prompts in; the second is longer than the buffer behind both.
+    for row, prompt in enumerate((one, other)):
+        table[row, : len(prompt)] = prompt
+    table[1, : len(one)] = one
+    assert table[0, :10].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 9, 9]
+    assert table[1, :10].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 0, 0]
+    assert table[1, 69_998:70_003].tolist() == [0, 0, 7, 9, 9]
+    kept = np.array(one, dtype=np.int64)
+    np.asarray(other)
+    assert kept.tolist() == list(one) == one[:] == pickle.loads(pickle.dumps(one)).copy()
+    one.append(4)
+    assert (len(one), one[-1], one[-9], one[3:7]) == (9, 4, 0, [0, 0, 1, 2])

@@ -57,13 +57,16 @@ class LoadedAdapter:
         for name, lora in self.adapter.modules.items():
             down, up = served.get(name, (_NOT_SERVED, _NOT_SERVED))
             rounded_down, rounded_up = as_served(lora, dtype)
-            found[f"{_PREFIX}{name}.lora_A.weight"] = (
-                tensor_checksum(lora.down) if down == tensor_checksum(rounded_down) else down
-            )
-            found[f"{_PREFIX}{name}.lora_B.weight"] = (
-                tensor_checksum(lora.up) if up == tensor_checksum(rounded_up) else up
-            )
+            found[f"{_PREFIX}{name}.lora_A.weight"] = _confirmed(down, rounded_down, lora.down)
+            found[f"{_PREFIX}{name}.lora_B.weight"] = _confirmed(up, rounded_up, lora.up)
         return found
+
+
+def _confirmed(served: str, rounded: Tensor, own: Tensor) -> str:
+    """The file's checksum where `served` is that of its rounding, else `served`."""
+    checksum = tensor_checksum(own)
+    is_exact = torch.equal(rounded.float(), own)
+    return checksum if served == (checksum if is_exact else tensor_checksum(rounded)) else served
 
 
 class AdapterReader:

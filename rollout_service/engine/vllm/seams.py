@@ -188,20 +188,23 @@ LoRARequest: Any = find_seam(
 def own_rows(request: Any, num_rows: int) -> None:
     """Give a request that many placeholder tokens in front of its own: rows computed elsewhere.
 
-    Done in the core, so a turn's message carries only its new tokens; nothing is stored for them
-    there, and the workers' copy is one array, so the context's length costs next to nothing.
+    Done in the core, so a turn's message carries only its new tokens. They are stored nowhere, so
+    the context's length costs the worker's copy into its table alone.
     """
     require_attributes(request, "prompt_token_ids", "num_prompt_tokens", "_all_token_ids")
     own = request.prompt_token_ids
-    request.prompt_token_ids = np.zeros(num_rows + len(own), dtype=np.int64)
-    request.prompt_token_ids[num_rows:] = own
+    request.prompt_token_ids = RowsAndTokens(num_rows, own)
     request.num_prompt_tokens = len(request.prompt_token_ids)
-    request._all_token_ids = _RowsAndTokens(num_rows, own)
+    request._all_token_ids = RowsAndTokens(num_rows, own)
     request.all_token_ids = ConstantList(request._all_token_ids)
 
 
-class _RowsAndTokens(list[int]):
+class RowsAndTokens(list[int]):
     """Tokens behind `num_rows` zeros that are not stored."""
+
+    _scratch = np.zeros(1 << 16, dtype=np.int32)
+    """Zeros, and at the end the tokens that were last asked for as an array."""
+    _num_dirty = 0
 
     def __init__(self, num_rows: int, token_ids: Iterable[int]) -> None:
         super().__init__(token_ids)
@@ -220,7 +223,22 @@ class _RowsAndTokens(list[int]):
         return itertools.chain(itertools.repeat(0, self._num_rows), super().__iter__())
 
     def __reduce__(self) -> Any:
-        return _RowsAndTokens, (self._num_rows, list(super().__iter__()))
+        return RowsAndTokens, (self._num_rows, list(super().__iter__()))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All of them; without `copy` a view that the next call changes.
+
+        vLLM copies a prompt into its table of tokens when it takes the request in.
+        """
+        cls, num_own = RowsAndTokens, super().__len__()
+        if len(self) > len(cls._scratch):
+            cls._scratch, cls._num_dirty = np.zeros(2 * len(self), dtype=np.int32), 0
+        end = len(cls._scratch)
+        cls._scratch[end - cls._num_dirty :] = 0
+        cls._scratch[end - num_own :] = list(super().__iter__())
+        cls._num_dirty = num_own
+        view = cls._scratch[end - len(self) :]
+        return view.astype(dtype or np.int32, copy=bool(copy))
 
     def copy(self) -> list[int]:
         """All of them, zeros included."""

@@ -138,6 +138,10 @@ class CursorRunner(GPUModelRunner):
         """Only the new tokens' rows: those in front were computed elsewhere."""
         if not self.num_prompt_logprobs:
             return {}
+        for request_id in self.num_prompt_logprobs:
+            # vLLM gathers by them, and keeps them meanwhile.
+            state = self.requests[request_id]
+            state.prompt_token_ids = np.array(state.prompt_token_ids, dtype=np.int64)
         with self._plain_head():
             found = super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
         for request_id, tensors in found.items():
