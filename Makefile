@@ -46,8 +46,9 @@ proto: $(STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. \
 		proto/harness_sdk/rpc/v1/*.proto
 
-bench: $(STAMP) ## CPU benchmarks.
+bench: $(STAMP) $(VLLM_VENV)/.installed ## CPU benchmarks.
 	$(BIN)/python -m benchmarks.tree_packing
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm_engine --device cpu --out docs/benchmarks/vllm_engine_cpu.json
 
 clean: ## Remove the virtual environment and build outputs.
 	rm -rf $(VENV) $(VLLM_VENV) build dist demo

@@ -14,7 +14,12 @@ def main() -> None:
     """Parse, measure, print the tables."""
     parser = argparse.ArgumentParser(description="Benchmarks of the vLLM engine.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; kept where it exists")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="JSON file; some benchmarks add to it, all of them begin it anew",
+    )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--model", default="", help="model folder, or the name of a shape")
     parser.add_argument(

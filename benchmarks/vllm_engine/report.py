@@ -33,11 +33,22 @@ class Report:
     Several processes may write to one file.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Write to `path`, and details to `NAME_detail.json` beside it."""
+    def __init__(self, path: Path, *, compares: bool) -> None:
+        """Write to `path`, and details to `NAME_detail.json` beside it.
+
+        Args:
+            path: JSON file.
+            compares: Whether ratios to plain vLLM are figures.
+        """
+        self.compares = compares
         self._path = path
         self._detail_path = path.with_name(f"{path.stem}_detail.json")
         path.parent.mkdir(parents=True, exist_ok=True)
+
+    def clear(self) -> None:
+        """Forget an earlier run."""
+        for path in (self._path, self._detail_path):
+            path.unlink(missing_ok=True)
 
     def put(self, **figures: Any) -> None:
         """Set figures."""

@@ -59,7 +59,9 @@ class Run:
         self.only: list[str] = args.only
         self.tell: Path | None = args.tell
         self.wait: list[Path] = args.wait
-        self.report = Report(args.out)
+        self.report = Report(args.out, compares=args.device == "cuda")
+        if set(self.only) == set(NAMES):
+            self.report.clear()
         self.report.put(hardware=hardware(args.device), command=command, versions=versions())
         self.scratch = scratch
         self.failed: list[str] = []
