@@ -18,7 +18,7 @@ def main() -> None:
         "--out",
         type=Path,
         required=True,
-        help="JSON file; some benchmarks add to it, all of them begin it anew",
+        help="JSON file; --only adds to it",
     )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--model", default="", help="model folder, or the name of a shape")
