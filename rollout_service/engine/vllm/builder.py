@@ -7,10 +7,10 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollout_service.cursors import Cursor, Mount
+from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import SampledToken
 from rollout_service.engine.checks import check_version
 from rollout_service.engine.vllm.core_client import (
@@ -39,7 +39,9 @@ class _Flight:
     """A footing being computed for everybody who needs it."""
 
     task: asyncio.Task[None]
-    num_waiters: int = 0
+    owner: Cursor
+    """Holds it while somebody waits; identical roots have one of their own, for any may leave."""
+    waiters: list[Cursor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +161,36 @@ class FootingBuilder:
         key = (version, cursor.token_ids if is_root(cursor) else cursor.cursor_id, complete)
         flight = self._flights.get(key)
         if flight is None:
-            task = asyncio.create_task(self._compute(version, cursor, complete, is_new))
-            flight = self._flights[key] = _Flight(task)
+            owner = cursor if not is_root(cursor) else _twin(cursor)
+            cause = "" if is_new or complete else self._cause(version, cursor)
+            task = asyncio.create_task(self._compute(version, owner, complete, cause))
+            flight = self._flights[key] = _Flight(task, owner)
             task.add_done_callback(lambda done: self._land(key, done))
-        flight.num_waiters += 1
+        flight.waiters.append(cursor)
         try:
             await asyncio.shield(flight.task)
+            # Takes a share in an identical root before its owner goes.
+            self.store.get(version, cursor, complete)
         finally:
-            flight.num_waiters -= 1
-            if not flight.num_waiters and not flight.task.done():
-                self._flights.pop(key, None)
-                flight.task.cancel()
-                await asyncio.wait([flight.task])
+            flight.waiters.remove(cursor)
+            if not flight.waiters:
+                await asyncio.shield(self._leave(key, flight, cursor))
+
+    async def _leave(self, key: tuple[int, Any, bool], flight: _Flight, last: Cursor) -> None:
+        """Nobody waits any more."""
+        if not flight.task.done():
+            self._flights.pop(key, None)
+            flight.task.cancel()
+            await asyncio.wait([flight.task])
+        if flight.owner is not last:
+            await self.release([flight.owner])
 
     def _land(self, key: tuple[int, Any, bool], task: asyncio.Task[None]) -> None:
         flight = self._flights.get(key)
         if flight is not None and flight.task is task:
             del self._flights[key]
 
-    async def _compute(self, version: int, cursor: Cursor, complete: bool, is_new: bool) -> None:
+    async def _compute(self, version: int, cursor: Cursor, complete: bool, cause: str) -> None:
         async with self._pins() as pins:
             if complete:
                 footing = await self._footing(version, cursor, complete=False)
@@ -189,7 +202,6 @@ class FootingBuilder:
             if not prompt:
                 self.store.put(version, cursor, start.footing, complete)
                 return
-            cause = "" if is_new or complete else self._cause(version, cursor)
             await self._run(version, cursor, start, prompt, complete)
             if cause:
                 self.tokens_recomputed[cause] += len(prompt)
@@ -384,3 +396,8 @@ class FootingBuilder:
         """Wait for a running request's end, and give up where none runs."""
         if not await self._gate.another_end() and attempt >= _MAX_ALONE:
             raise cause.as_error() from cause
+
+
+def _twin(root: Cursor) -> Cursor:
+    """An identical root that nobody else knows."""
+    return child_cursor(None, root.token_ids, mounts=(), policy_version=root.policy_version)

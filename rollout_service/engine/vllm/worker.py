@@ -245,6 +245,20 @@ def _cpu_worker() -> type:
     class CursorCPURunner(CursorRunner, runner_base):
         """`CursorRunner` over the CPU's."""
 
+        def sample_tokens(self, grammar_output: Any) -> Any:
+            """Leave the seeds of unfinished prefills out.
+
+            Their draws are thrown away. vLLM 0.32.0 turns their generators back, which those of
+            CPUs cannot: it ended the engine process.
+            """
+            generators = self.input_batch.generators
+            unfinished = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
+            hidden = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
+            try:
+                return super().sample_tokens(grammar_output)
+            finally:
+                generators.update(hidden)
+
     class CursorCPUWorker(CursorWorker, base):
         """The worker of CPUs."""
 
