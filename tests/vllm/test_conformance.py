@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,37 @@ async def test_identical_roots_are_computed_once_and_shared(play: Play) -> None:
     child = await play.extend(roots[4], 5)
     assert rms(play, child) <= RMS_LIMIT
     assert engine.stats().tokens_computed - before == 299 + 5
+
+
+async def test_truncated_turns_tell_the_logprobs_of_what_is_left(play: Play) -> None:
+    root = await play.extend(None, 12)
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.7, "top_k": 9},
+        {"top_p": 0.8},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.5},
+        {"temperature": 0.0, "top_k": 3},
+        {},
+    ]
+    turns = await asyncio.gather(*(play.turn(root, 12, seed=6, **chosen) for chosen in options))
+    for chosen, turn in zip(options, turns, strict=True):
+        rows = play.reference.logprobs(turn)[2:-1]
+        expected = [
+            _left(row, **chosen)[token].item()
+            for row, token in zip(rows, turn.token_ids[3:], strict=True)
+        ]
+        assert turn.sampled_logprobs == pytest.approx(expected, abs=5e-5)
+
+
+def _left(row: Any, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Any:
+    """Log-probabilities of the distribution sampled from, `[V]`; greedy tells the model's own."""
+    if not temperature:
+        return row
+    row = (row / temperature).log_softmax(-1)
+    if top_k:
+        row = row.masked_fill(row < row.topk(top_k).values[-1], -math.inf).log_softmax(-1)
+    # A token stays while those above it hold less than top_p.
+    above = (row.exp()[None] * (row[None] > row[:, None])).sum(-1)
+    return row.masked_fill(above >= top_p, -math.inf).log_softmax(-1)
 
 
 async def test_cancelled_requests_return_their_pages(play: Play) -> None:
