@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from harness_sdk.errors import ConfigError
 from rollout_service.engine.vllm.lifeline import Lifeline
 
 _PACKAGE = "rollout_service.engine.vllm"
@@ -119,7 +122,8 @@ def launch(
         vLLM's `AsyncLLM`.
 
     Raises:
-        ConfigError: The installed vLLM lacks something that the engine stands on.
+        ConfigError: The installed vLLM lacks something that the engine stands on, or refuses the
+            arguments, or an argument takes states or blocks out of the engine's hands.
     """
     prepare_environment()
     # Every seam is looked up here, before a process is started.
@@ -162,13 +166,40 @@ def launch(
         # The page size is known in the worker alone: a hybrid's follows its recurrent state's.
         arguments["additional_config"][POOL_KEY] = dataclasses.asdict(pool)
         arguments["max_model_len"] = min(pool.max_tokens, max_positions)
-    config = seams.AsyncEngineArgs(**(arguments | dict(extra))).create_engine_config()
+    config = _engine_config(seams, arguments | dict(extra))
     # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.
     config.scheduler_config.async_scheduling = async_scheduling
     config.additional_config[_LIFELINE_KEY] = Lifeline()
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )
+
+
+def _engine_config(seams: Any, arguments: Mapping[str, Any]) -> Any:
+    try:
+        config = seams.AsyncEngineArgs(**arguments).create_engine_config()
+    except ValidationError as error:
+        causes = "; ".join(entry["msg"] for entry in error.errors())
+        raise ConfigError(f"vLLM refuses the engine's arguments: {causes}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM refuses the engine's arguments: {error}") from error
+    cache = config.cache_config
+    # Each keeps a sequence's state in more than the one block that a cursor takes over.
+    unserved = {
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "mamba_cache_mode": cache.mamba_cache_mode != "none",
+        "use_replayssm": cache.use_replayssm,
+        "speculative_config": config.speculative_config is not None,
+        "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size > 1,
+    }
+    given = [name for name, is_given in unserved.items() if is_given]
+    if given:
+        raise ConfigError(
+            "cursors do not go together with these arguments of vLLM",
+            value=", ".join(given),
+            limit="none of them",
+        )
+    return config
 
 
 def _step_logger(base: Any, on_step: Callable[[float], None]) -> Any:

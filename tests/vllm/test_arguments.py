@@ -1,0 +1,41 @@
+"""Engine arguments of vLLM that a user adds: refused where cursors cannot live with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness_sdk.errors import ConfigError
+from rollout_service.engine.vllm import VllmEngine
+from tests.vllm.models import DTYPES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"enable_prefix_caching": True}, "got enable_prefix_caching, mamba_cache_mode; allowed"),
+        ({"pipeline_parallel_size": 2}, "got pipeline_parallel_size; allowed: none"),
+        (
+            {"tensor_parallel_size": 3},
+            r"refuses the engine's arguments: .*must be divisible by .*size .3.\.$",
+        ),
+        ({"no_such_argument": 1}, "refuses the engine's arguments: .*no_such_argument"),
+    ],
+)
+async def test_arguments_against_cursors_are_refused_before_anything_starts(
+    servable_folder: Path, arguments: dict[str, Any], message: str
+) -> None:
+    family = "granitemoehybrid"
+    engine = VllmEngine(
+        str(servable_folder / family),
+        dtype=DTYPES[family],
+        max_tokens=1024,
+        max_adapters=0,
+        vllm_arguments=arguments,
+    )
+    with pytest.raises(ConfigError, match=message):
+        await engine.start()
