@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import string
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from rollout_service.cursors import Cursor, Mount
-from tests.engine_cases import Play
+from tests.engine_cases import VOCAB, Play
 from tests.reference import Reference
 from tests.vllm.conftest import Served, serve
 from tests.vllm.models import HYBRIDS, servable_model
@@ -22,6 +24,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 NUM_ROUNDS = 40
 OPERATIONS_AT_A_TIME = 4
 MAX_VISIBLE = 160
+LETTERS = string.ascii_lowercase
 TOLERANCE = 3e-5
 
 
@@ -59,8 +62,8 @@ class Forest:
             mounts = self._mounts(parent)
             self.cursors.append(await self.play.extend(parent, rng.choice((1, 3, 8)), *mounts))
         elif kind == "turn":
-            seed = rng.randrange(1000)
-            self.cursors.append(await self.play.turn(parent, rng.randint(1, 12), seed=seed))
+            options = self._ends()
+            self.cursors.append(await self.play.turn(parent, rng.randint(1, 12), **options))
         elif kind == "cancel":
             task = asyncio.create_task(self.play.turn(parent, 60, seed=1))
             await asyncio.sleep(rng.random() * 0.1)
@@ -70,6 +73,16 @@ class Forest:
                 self.cursors.append(task.result())
         else:
             await engine.evict(rng.sample(self.cursors, min(3, len(self.cursors))))
+
+    def _ends(self) -> dict[str, Any]:
+        """A seed, and what may end a turn before its length does: both kinds hit about half."""
+        rng = self.rng
+        ends: list[dict[str, Any]] = [
+            {},
+            {"stop_token_ids": frozenset(rng.sample(range(VOCAB), 30))},
+            {"stop": (rng.choice(LETTERS), rng.choice(LETTERS) + rng.choice(LETTERS))},
+        ]
+        return rng.choice(ends) | {"seed": rng.randrange(1000)}
 
     def _mounts(self, parent: Cursor) -> list[Mount]:
         """Up to two spans of cursors that `parent` sees nothing of."""
