@@ -48,11 +48,11 @@ class StopStrings:
     def _may_end(self, stop: str, token_id: int) -> bool:
         """Whether the token's own text may hold the string's last character.
 
-        Saves reading the tail for nearly every token. Blanks are where decoders differ between a
+        Saves reading the tail for nearly every token. A space is where decoders differ between a
         token alone and in its place, and only ASCII cannot be torn apart.
         """
         last = stop[-1]
-        if not last.isascii() or last.isspace():
+        if not last.isascii() or last == " ":
             return True
         text = self._texts.get(token_id)
         if text is None:
