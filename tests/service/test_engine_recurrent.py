@@ -79,14 +79,15 @@ def test_chunk_keeps_float32_precision_through_strong_decays(delta: bool) -> Non
 def test_causal_conv_continues_from_its_state(with_bias: bool, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     channels, width = 6, 4
-    weight, inputs = torch.randn(channels, width), torch.randn(len(lengths), max(lengths), channels)
-    bias = torch.randn(channels) if with_bias else None
-    state = torch.randn(len(lengths), channels, width - 1)
+    weight = torch.randn(channels, width).double()
+    inputs = torch.randn(len(lengths), max(lengths), channels).double()
+    bias = torch.randn(channels).double() if with_bias else None
+    state = torch.randn(len(lengths), width - 1, channels).double()
     outputs, after = causal_conv(inputs, weight, bias, state, torch.tensor(lengths))
     for row, length in enumerate(lengths):
-        history = torch.cat([state[row].T, inputs[row, :length]])
+        history = torch.cat([state[row], inputs[row, :length]])
         for t in range(length):
             expected = (history[t : t + width] * weight.T).sum(0)
             expected = torch.nn.functional.silu(expected + (bias if bias is not None else 0))
-            torch.testing.assert_close(outputs[row, t], expected, rtol=0, atol=1e-5)
-        assert torch.equal(after[row], history[-(width - 1) :].T)
+            torch.testing.assert_close(outputs[row, t], expected, rtol=0, atol=1e-12)
+        assert torch.equal(after[row], history[-(width - 1) :])

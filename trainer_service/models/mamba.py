@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
+from trainer_service.models.precision import rounded_once
 from trainer_service.models.tree_forward import PackedTree
 from tree_kernels.causal_conv import tree_causal_conv
 from tree_kernels.ssd import tree_ssd
@@ -18,25 +20,39 @@ def granite_forward(
 ) -> torch.Tensor:
     """`GraniteMoeHybridMambaLayer`; calls `out_proj` itself, so its LoRA is never skipped."""
     rows = hidden_states.shape[1]
-    state_width = self.n_groups * self.ssm_state_size
     gate, mixed, step = self.in_proj(hidden_states)[0].split(
         [self.intermediate_size, self.conv_dim, self.num_heads], dim=-1
     )
     mixed = tree_causal_conv(mixed, self.conv1d.weight[:, 0], self.conv1d.bias, tree.layout)
-    mixed = ACT2FN[self.activation](mixed)
-    x, b, c = mixed.split([self.intermediate_size, state_width, state_width], dim=-1)
-    step = F.softplus(step + self.dt_bias.to(step.dtype))
-    out = tree_ssd(
-        x.view(rows, self.num_heads, self.head_dim),
-        step.clamp(self.time_step_limit[0], self.time_step_limit[1]),
-        -_wide(self.A_log).exp(),
-        b.view(rows, self.n_groups, self.ssm_state_size),
-        c.view(rows, self.n_groups, self.ssm_state_size),
-        self.D,
-        tree.layout,
-    )
+    recurrence = partial(_recurrence, self, tree)
+    out = rounded_once(recurrence, mixed, step, self.A_log, self.dt_bias, self.D)
     normed = self.norm(out.reshape(1, rows, -1), gate[None])
     return self.out_proj(normed.to(hidden_states.dtype))
+
+
+def _recurrence(
+    self: Any,
+    tree: PackedTree,
+    mixed: torch.Tensor,
+    step: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor,
+) -> torch.Tensor:
+    """SSD of the convolved x|B|C, `[T, H, P]`."""
+    state_width = self.n_groups * self.ssm_state_size
+    mixed = ACT2FN[self.activation](mixed)
+    x, b, c = mixed.split([self.intermediate_size, state_width, state_width], dim=-1)
+    step = F.softplus(step + dt_bias.to(step.dtype))
+    return tree_ssd(
+        x.unflatten(-1, (self.num_heads, self.head_dim)),
+        step.clamp(self.time_step_limit[0], self.time_step_limit[1]),
+        -_wide(a_log).exp(),
+        b.unflatten(-1, (self.n_groups, self.ssm_state_size)),
+        c.unflatten(-1, (self.n_groups, self.ssm_state_size)),
+        skip,
+        tree.layout,
+    )
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

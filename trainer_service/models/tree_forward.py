@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from trainer_service.models.precision import rounded_once
 from tree_kernels.attention import tree_attention
 from tree_kernels.layout import TreeLayout
 
@@ -68,14 +70,13 @@ def attention_forward(
         `[1, T, HQ, D]`, and None for the weights.
     """
     del attention_mask
-    out = tree_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        tree.layout,
+    attend = partial(
+        tree_attention,
+        layout=tree.layout,
         scale=scaling,
         mounted=module.layer_idx in tree.mount_layers,
     )
+    out = rounded_once(attend, *(rows[0].transpose(0, 1) for rows in (query, key, value)))
     return out[None], None
 
 

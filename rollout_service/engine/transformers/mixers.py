@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rollout_service.engine.transformers.precision import widened, widened_dtype
 from rollout_service.engine.transformers.recurrent import causal_conv, l2_normalised, scan
 from rollout_service.engine.transformers.strip import State, Strip
 
@@ -34,8 +35,8 @@ def install_mixer(module: nn.Module, dtype: torch.dtype) -> State:
     mixer = MIXERS[type(module).__name__]
     module.forward = types.MethodType(mixer.forward, module)
     weight = module.get_parameter("conv1d.weight")
-    conv = torch.zeros(weight.shape[0], weight.shape[-1] - 1, dtype=dtype, device=weight.device)
-    wide = torch.promote_types(dtype, torch.float32)
+    conv = torch.zeros(weight.shape[-1] - 1, weight.shape[0], dtype=dtype, device=weight.device)
+    wide = _state_dtype(dtype, weight.device)
     return conv, torch.zeros(mixer.state_shape(module), dtype=wide, device=weight.device)
 
 
@@ -46,10 +47,10 @@ def gated_delta_net_forward(
     hidden = hidden_states[0]
     mixed = self.in_proj_qkv(hidden)
     z = self.in_proj_z(hidden)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = _state_dtype(hidden.dtype, hidden.device)
     beta = self.in_proj_b(hidden).to(wide).sigmoid()
     gate = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias)
-    output = hidden.new_empty(hidden.shape[0], self.num_v_heads, self.head_v_dim)
+    output = hidden.new_zeros(hidden.shape[0], self.num_v_heads, self.head_v_dim)
     for group in strip.groups:
         conv, state = group.states(self.layer_idx)
         inputs, conv = causal_conv(
@@ -71,7 +72,7 @@ def gated_delta_net_forward(
             group.masked(group.pack(beta)),
             state,
         )
-        group.unpack(mixed_values.to(hidden.dtype), output)
+        group.unpack(mixed_values, output)
         group.set_states(self.layer_idx, conv, state)
     normed = self.norm(output.flatten(0, 1), z.reshape(-1, self.head_v_dim))
     return self.out_proj(normed.view(1, hidden.shape[0], -1))
@@ -85,10 +86,11 @@ def mamba2_forward(
     z, mixed, steps = self.in_proj(hidden).split(
         [self.intermediate_size, self.conv_dim, self.num_heads], dim=-1
     )
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    steps = F.softplus(steps + self.dt_bias).clamp(*self.time_step_limit).to(wide)
+    wide = _state_dtype(hidden.dtype, hidden.device)
+    steps = F.softplus(widened(steps) + self.dt_bias).clamp(*self.time_step_limit).to(wide)
     decay = -self.A_log.to(wide).exp()
-    output = hidden.new_empty(hidden.shape[0], self.num_heads, self.head_dim, dtype=wide)
+    rounded = torch.promote_types(hidden.dtype, torch.float32)
+    output = hidden.new_zeros(hidden.shape[0], self.num_heads, self.head_dim, dtype=rounded)
     width = self.n_groups * self.ssm_state_size
     for group in strip.groups:
         conv, state = group.states(self.layer_idx)
@@ -114,6 +116,11 @@ def mamba2_forward(
         group.set_states(self.layer_idx, conv, state)
     normed = self.norm(output.flatten(1), z)
     return self.out_proj(normed.to(hidden.dtype).unsqueeze(0))
+
+
+def _state_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the recurrence and its state in a model of `dtype`."""
+    return torch.promote_types(widened_dtype(dtype, device), torch.float32)
 
 
 def _expand_heads(values: Tensor, num_heads: int) -> Tensor:

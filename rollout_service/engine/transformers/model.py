@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -19,6 +20,7 @@ from harness_sdk.errors import ConfigError
 from rollout_service.cursors import Cursor
 from rollout_service.engine.mount_layers import choose_mount_layers
 from rollout_service.engine.transformers.mixers import MIXERS, install_mixer
+from rollout_service.engine.transformers.precision import min_rows
 from rollout_service.engine.transformers.residency import Residency
 from rollout_service.engine.transformers.strip import KvBuffer, Run, Segment, State, build_strip
 
@@ -37,8 +39,8 @@ class StripModel:
         Args:
             path: The folder.
             device: Torch device.
-            dtype: Of weights and K/V: float32, bfloat16, float64. Recurrent states are at
-                least float32.
+            dtype: Of weights and K/V: float32, bfloat16, float64. Recurrent states are float32
+                for bfloat16, float64 for float32 on the CPU.
             mount_layers: Decoder layers whose attention reads mounted spans; None takes all
                 attention layers of a hybrid, a middle quarter otherwise (design.md section 4).
 
@@ -48,6 +50,7 @@ class StripModel:
         """
         self.device = torch.device(device)
         self.dtype = _dtype(dtype)
+        self._min_rows = min_rows(self.dtype, self.device)
         self.module: Any = _load_model(path, self.dtype, self.device).requires_grad_(False)
         self.module.set_attn_implementation(_ATTENTION)
         self.config: Any = self.module.config.get_text_config()
@@ -125,7 +128,7 @@ class StripModel:
         return Residency(
             num_tokens=num_done,
             keys_values=[
-                buffer.rows[:, :, buffer.num_rows - num_done :].clone()
+                buffer.rows[:, :, buffer.num_rows - num_done :].to(self.dtype, copy=True)
                 for buffer in run.keys_values
             ],
             states={layer: (c.clone(), s.clone()) for layer, (c, s) in run.states.items()},
@@ -136,9 +139,9 @@ class StripModel:
         """Compute the next tokens of each run and advance it.
 
         Returns:
-            Where each run's tokens stand, and the final hidden states `[T, hidden]`.
+            Where each run's tokens stand, and their final hidden states `[T, hidden]`.
         """
-        strip = build_strip(work, self._attention_index, self.device)
+        strip = build_strip(work, self._attention_index, self.device, min_rows=self._min_rows)
         hidden = self._decoder(
             input_ids=strip.token_ids,
             position_ids=strip.position_ids,
@@ -148,11 +151,13 @@ class StripModel:
         for segment in strip.segments:
             segment.run.num_done += segment.end - segment.begin
             segment.run.last_hidden = hidden[segment.end - 1]
-        return strip.segments, hidden
+        return strip.segments, hidden[: strip.segments[-1].end]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states: `[N, hidden]` -> `[N, V]`, at least float32."""
-        logits = self._head(hidden) / self._logits_scaling
+        missing = self._min_rows - hidden.shape[0]
+        filled = F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
+        logits = self._head(filled)[: hidden.shape[0]] / self._logits_scaling
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout_service.engine.transformers.precision import widened
+
 CHUNK_TOKENS = 64
 """Tokens solved at once by `scan`; the value of the published kernels."""
 
@@ -25,23 +27,27 @@ def causal_conv(
         inputs: `[N, L, C]`, rows padded at their end.
         weight: `[C, W]`.
         bias: `[C]` or None.
-        state: The W-1 inputs before each row, `[N, C, W-1]`.
+        state: The W-1 inputs before each row, `[N, W-1, C]`.
         lengths: Valid tokens of each row, `[N]`.
 
     Returns:
-        Outputs `[N, L, C]`, and each row's last W-1 valid inputs `[N, C, W-1]`.
+        Outputs `[N, L, C]`, widened, and each row's last W-1 valid inputs `[N, W-1, C]`.
     """
-    width = weight.shape[-1]
-    window = torch.cat([state, inputs.transpose(1, 2)], dim=-1)
-    if inputs.shape[1] == 1:
-        mixed = (window * weight).sum(-1, keepdim=True)
-        if bias is not None:
-            mixed = mixed + bias[:, None]
-        return F.silu(mixed).transpose(1, 2), window[..., 1:]
-    mixed = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    width, length = weight.shape[-1], inputs.shape[1]
+    window = torch.cat([state, inputs], dim=1)
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    summands, taps = window.to(wide), weight.to(wide).t()
+    # Oldest first, as the trainer adds: then both have the same bits.
+    mixed = summands[:, :length] * taps[0]
+    for tap in range(1, width):
+        mixed = mixed + summands[:, tap : tap + length] * taps[tap]
+    if bias is not None:
+        mixed = mixed + bias.to(wide)
+    outputs = F.silu(widened(mixed.to(inputs.dtype)))
+    if length == 1:
+        return outputs, window[:, 1:]
     last = lengths[:, None] + torch.arange(width - 1, device=inputs.device)
-    last = last[:, None, :].expand(-1, window.shape[1], -1)
-    return F.silu(mixed).transpose(1, 2), window.gather(-1, last)
+    return outputs, window.gather(1, last[..., None].expand(-1, -1, window.shape[2]))
 
 
 def l2_normalised(values: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ def _step(
     if beta is not None:
         known = (key.unsqueeze(-2) @ state).squeeze(-2)
         value = (value - known) * beta.unsqueeze(-1)
-    state = torch.addcmul(state, key.unsqueeze(-1), value.unsqueeze(-2))
+    state.addcmul_(key.unsqueeze(-1), value.unsqueeze(-2))
     return (query.unsqueeze(-2) @ state).squeeze(-2), state
 
 

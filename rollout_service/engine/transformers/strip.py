@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout_service.engine.transformers.precision import widened, widened_dtype
 from rollout_service.engine.transformers.recurrent import CHUNK_TOKENS
 
 State = tuple[Tensor, Tensor]
-"""A recurrent layer's convolution inputs `[C, W-1]` and recurrent state `[H, K, V]`."""
+"""A recurrent layer's convolution inputs `[W-1, C]` and recurrent state `[H, K, V]`."""
 
 
 class KvBuffer:
-    """Keys and values that one run attends to in one layer, in a growing contiguous buffer."""
+    """Keys and values that one run attends to in one layer, widened, in a growing buffer."""
 
     def __init__(self, pieces: Sequence[Tensor], num_more: int) -> None:
         """Gather the context.
@@ -54,17 +55,21 @@ class KvBuffer:
     def _append_all(self, pieces: Sequence[Tensor]) -> None:
         total = sum(piece.shape[2] for piece in pieces)
         heads, dim = pieces[0].shape[1], pieces[0].shape[3]
-        self._rows = pieces[0].new_empty(2, heads, total + self._num_more, dim)
+        self._rows = _new_rows(pieces[0], heads, total + self._num_more, dim)
         torch.cat(list(pieces), dim=2, out=self._rows[:, :, :total])
         self.num_rows = total
 
     def _grow(self, like: Tensor, end: int) -> None:
         # Doubling keeps the cost of a token independent of the context's length.
         capacity = max(2 * self.num_rows, end, self._num_more)
-        grown = like.new_empty(2, like.shape[1], capacity, like.shape[3])
+        grown = _new_rows(like, like.shape[1], capacity, like.shape[3])
         if self._rows is not None:
             grown[:, :, : self.num_rows].copy_(self.rows)
         self._rows = grown
+
+
+def _new_rows(like: Tensor, heads: int, capacity: int, dim: int) -> Tensor:
+    return like.new_empty(2, heads, capacity, dim, dtype=widened_dtype(like.dtype, like.device))
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +126,8 @@ class RowGroup:
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1))[self.index]
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Write `[N, L, ...]` back to its rows of `out`, `[T, ...]`."""
+        """Write `[N, L, ...]` back to its rows of `out`, `[T, ...]`, rounded to its type."""
+        packed = packed.to(out.dtype)
         if isinstance(self.index, slice):
             out[self.index] = packed[:, 0]
         elif self.valid is None:
@@ -134,7 +140,7 @@ class RowGroup:
         return packed if self.valid is None else packed * self.valid.unsqueeze(-1)
 
     def states(self, layer: int) -> State:
-        """The runs' states at `layer`, stacked: `[N, C, W-1]`, `[N, H, K, V]`."""
+        """The runs' states at `layer`, stacked: `[N, W-1, C]`, `[N, H, K, V]`."""
         states = [run.states[layer] for run in self.runs]
         return torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states])
 
@@ -152,7 +158,7 @@ class Strip:
 
     segments: list[Segment]
     token_ids: Tensor
-    """`[1, T]`."""
+    """`[1, T]`; rows after the last segment are filling."""
     position_ids: Tensor
     """`[1, T]`."""
     groups: list[RowGroup]
@@ -176,8 +182,8 @@ class Strip:
         """
         fresh = torch.stack([key, value])
         heads, dim = key.shape[0], key.shape[2]
-        grouped = query.reshape(heads, -1, query.shape[1], dim)
-        output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+        grouped = widened(query).reshape(heads, -1, query.shape[1], dim)
+        output = query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
         index = self.attention_index[layer]
         for segment in self.segments:
             rows = slice(segment.begin, segment.end)
@@ -210,7 +216,11 @@ class Strip:
 
 
 def build_strip(
-    work: Sequence[tuple[Run, int]], attention_index: dict[int, int], device: torch.device
+    work: Sequence[tuple[Run, int]],
+    attention_index: dict[int, int],
+    device: torch.device,
+    *,
+    min_rows: int,
 ) -> Strip:
     """Pack the next tokens of each run.
 
@@ -218,6 +228,7 @@ def build_strip(
         work: Runs and how many of their next tokens to compute.
         attention_index: Decoder layer -> index into `Run.keys_values`.
         device: Where the model is.
+        min_rows: Rows that the strip is filled up to.
     """
     work = sorted(work, key=lambda item: item[1] > 1)
     segments: list[Segment] = []
@@ -229,6 +240,9 @@ def build_strip(
         first = run.position_start + run.num_done
         position_ids.extend(range(first, first + count))
         segments.append(Segment(run, begin, begin + count))
+    filling = [0] * (min_rows - len(token_ids))
+    token_ids += filling
+    position_ids += filling
     return Strip(
         segments=segments,
         token_ids=torch.tensor([token_ids], device=device),
