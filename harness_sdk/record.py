@@ -14,6 +14,8 @@ from harness_sdk.errors import ProtocolError
 from harness_sdk.rpc.v1 import record_pb2
 
 SCHEMA_VERSION = 1
+BYTES_HASH = "bytes+chatml"
+"""`tokenizer_hash` of records whose token ids are bytes and the two ChatML markers."""
 
 
 class NodeKind(enum.IntEnum):

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_sdk.errors import ConfigError
-from harness_sdk.record import EpisodeRecord
-from harness_sdk.trajectories.tokenizers import ByteTokenizer
+from harness_sdk.record import BYTES_HASH, EpisodeRecord
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -106,7 +105,7 @@ def tokenizer_hashes(folder: Path) -> frozenset[str]:
 
 
 def _is_known(fingerprint: str) -> bool:
-    return fingerprint == ByteTokenizer.fingerprint or _SHA256.fullmatch(fingerprint) is not None
+    return fingerprint == BYTES_HASH or _SHA256.fullmatch(fingerprint) is not None
 
 
 def _by(record: EpisodeRecord) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.record import BYTES_HASH
 
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
@@ -56,7 +57,7 @@ class ByteTokenizer:
     turn_start = 256
     turn_end = 257
     vocab_size = 258
-    fingerprint = "bytes+chatml"
+    fingerprint = BYTES_HASH
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes; a lone surrogate becomes `?`."""
