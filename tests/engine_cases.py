@@ -34,10 +34,30 @@ def transformers_engine(path: Path, **options: Any) -> Engine:
     return TransformersEngine(str(path), detokenize=detokenize, **options)
 
 
+def vllm_engine(path: Path, **options: Any) -> Engine:
+    """The vLLM engine on the CPU; it takes long to start, so tests share one."""
+    from rollout_service.engine.vllm import VllmEngine
+
+    chosen: dict[str, Any] = {
+        "max_tokens": 8192,
+        "max_states": 64,
+        "max_num_seqs": 16,
+        "detokenize": detokenize,
+    }
+    return VllmEngine(str(path), page_tokens=VLLM_PAGE, **(chosen | options))
+
+
+VLLM_PAGE = 32
+"""Tokens per page: the fewest that vLLM's CPU kernels like."""
+
 MakeEngine = Callable[..., Engine]
 
-ENGINES: dict[str, MakeEngine] = {"transformers": transformers_engine}
-"""Engines that must conform; called with a model folder and `max_tokens`, `max_num_seqs`."""
+ENGINES: dict[str, MakeEngine] = {"transformers": transformers_engine, "vllm": vllm_engine}
+"""Engines that must conform; called with a model folder and `max_tokens`, `max_num_seqs`.
+
+tests/service plays the suite with the first, on models of odd sizes; tests/vllm with the second,
+on models that vLLM's CPU kernels take.
+"""
 
 
 @cache
@@ -83,6 +103,13 @@ class Play:
     reference: Reference
     rng: random.Random
     version: int = 0
+    family: str = ""
+    folder: Path = Path()
+    """Of the model that the engine serves."""
+
+    def expected(self, **counts: Any) -> Any:
+        """What this engine is expected to count, of what each is."""
+        return counts[self.engine.info.name]
 
     def tokens(self, count: int) -> tuple[int, ...]:
         """Random token ids."""

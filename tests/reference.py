@@ -60,6 +60,11 @@ class Reference:
         self._mount_layers = mount_layers
         self._nodes: dict[int, tuple[MountCache, Tensor]] = {}
 
+    @property
+    def model(self) -> Any:
+        """The stock model."""
+        return self._model
+
     def logprobs(self, cursor: Cursor) -> Tensor:
         """Log-probabilities after each of the cursor's own tokens, `[n, V]`."""
         return self._node(cursor)[1]

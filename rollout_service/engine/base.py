@@ -24,6 +24,9 @@ class EngineInfo:
     """Decoder layers whose attention reads mounted spans."""
     page_tokens: int
     """Tokens per KV page."""
+    cursor_tokens: float = 0.0
+    """Tokens whose room a resident cursor takes beside its own: its recurrent state, and what is
+    left of its last page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,10 @@ class EngineStats:
     """By cause: `eviction`, `refresh`; and `lead`, a turn of which only the state behind its last
     token was kept, where the one before it is wanted."""
     tokens_sampled: int
+    preemptions: int = 0
+    """Times that a running request gave its room to older ones; it went on from there later."""
+    foreign_blocks: int = 0
+    """Blocks read under another policy version than the one that computed them: 0, always."""
 
     @property
     def kv_use(self) -> float:

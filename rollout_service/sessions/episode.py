@@ -172,7 +172,9 @@ class Episode:
             for thread in self.threads.values()
         )
         lately = time.monotonic() - self._last_call_s < _IDLE_S
-        return Footprint(num_tokens=self.num_tokens, is_growing=works or lately)
+        return Footprint(
+            num_tokens=self.num_tokens, num_cursors=len(self.nodes), is_growing=works or lately
+        )
 
     def versions_in_use(self) -> set[int]:
         """Versions that must stay loaded for it.

@@ -99,7 +99,7 @@ class Sessions:
         self._began_s = time.monotonic()
         self._shut = False
         limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
-        self._forecast = Forecast(limits.thread_budget)
+        self._forecast = Forecast(engine.info, limits.thread_budget)
         self._failure: HarnessError | None = None
         self._admission = Admission(
             kv_use=lambda: engine.stats().kv_use,
@@ -383,9 +383,8 @@ class Sessions:
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
 
     def _peak_use(self) -> float:
-        stats = self._engine.stats()
         footprints = [episode.footprint() for episode in self._episodes.values()]
-        return self._forecast.peak_use(stats.kv_use, stats.tokens_capacity, footprints)
+        return self._forecast.peak_use(self._engine.stats(), footprints)
 
     async def _repeated_opening(self, episode_id: str, key: str) -> Episode | None:
         """The episode that the first call with `key` opened; waits while that one waits."""
@@ -448,7 +447,11 @@ class Sessions:
         episode.closing = reason
         await episode.stop_calls()
         record = build_record(episode, reason, **outcome)
-        await self._engine.release([node.cursor for node in episode.nodes])
+        try:
+            await self._engine.release([node.cursor for node in episode.nodes])
+        except HarnessError as error:
+            # An engine that has ended holds nothing, and the episode is data all the same.
+            logger.error("episode %s gave nothing back: %s", episode.episode_id, error)
         entry_id = await self._sink.write(record) if self._sink is not None else ""
         reply = CloseReply(
             result=EpisodeResult(
@@ -463,7 +466,7 @@ class Sessions:
         while len(self._closed) > self.options.max_closed:
             self._closed.popitem(last=False)
         del self._episodes[episode.episode_id]
-        self._forecast.ended(episode.num_tokens)
+        self._forecast.ended(episode.footprint())
         self._service.metrics.add(f"episodes/{reason}")
         episode.closed.set()
         return reply

@@ -35,9 +35,9 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_tokenizer(folder)
 
 
-@pytest.fixture(params=sorted(ENGINES))
-def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
-    return ENGINES[request.param]
+@pytest.fixture
+def make_engine() -> MakeEngine:
+    return ENGINES["transformers"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -49,19 +49,29 @@ def family(request: pytest.FixtureRequest) -> str:
 async def play(
     make_engine: MakeEngine, family: str, model_folder: Callable[[str], Path]
 ) -> AsyncIterator[Play]:
-    engine = make_engine(model_folder(family))
-    await engine.start()
-    reference = Reference(sharp_model(family), engine.info.mount_layers)
-    yield Play(engine=engine, reference=reference, rng=random.Random(1))
-    await engine.close()
+    async for play in _played(make_engine, family, model_folder(family), seed=1):
+        yield play
 
 
 @pytest.fixture
 async def hybrid(
     make_engine: MakeEngine, model_folder: Callable[[str], Path]
 ) -> AsyncIterator[Play]:
-    engine = make_engine(model_folder("qwen3_5"))
+    async for play in _played(make_engine, "qwen3_5", model_folder("qwen3_5"), seed=2):
+        yield play
+
+
+async def _played(
+    make_engine: MakeEngine, family: str, folder: Path, *, seed: int
+) -> AsyncIterator[Play]:
+    engine = make_engine(folder)
     await engine.start()
-    reference = Reference(sharp_model("qwen3_5"), engine.info.mount_layers)
-    yield Play(engine=engine, reference=reference, rng=random.Random(2))
+    reference = Reference(sharp_model(family), engine.info.mount_layers)
+    yield Play(
+        engine=engine,
+        reference=reference,
+        rng=random.Random(seed),
+        family=family,
+        folder=folder,
+    )
     await engine.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 
-from harness_sdk.errors import ConfigError, EngineError, Unavailable
+from harness_sdk.errors import ConfigError, EngineError, ResourceExhausted, Unavailable
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor
 from rollout_service.engine.transformers import TransformersEngine
@@ -216,6 +216,46 @@ async def test_models_and_dtypes_that_cannot_be_served_are_refused(
         await TransformersEngine(str(tmp_path)).start()
     with pytest.raises(ConfigError, match="unknown dtype; got int8"):
         await TransformersEngine(str(model_folder("llama")), dtype="int8").start()
+
+
+async def test_pressure_evicts_the_least_recently_used(
+    model_folder: Callable[[str], Path],
+) -> None:
+    engine = TransformersEngine(str(model_folder("qwen3_5")), max_tokens=100)
+    await engine.start()
+    play = Play(
+        engine=engine,
+        reference=Reference(sharp_model("qwen3_5"), engine.info.mount_layers),
+        rng=random.Random(3),
+    )
+    old = await play.extend(None, 40)
+    new = await play.extend(None, 40)
+    reader = await play.extend(new, 8, span(new, 0, 1))
+    await play.extend(None, 30)
+    computed = engine.stats().tokens_computed
+    play.check(await play.extend(reader, 2))
+    assert engine.stats().tokens_computed == computed + 2
+    play.check(await play.extend(old, 2))
+    assert engine.stats().tokens_recomputed["eviction"] >= 40
+    assert engine.stats().tokens_resident <= 100
+    with pytest.raises(ResourceExhausted, match="100 tokens"):
+        await play.extend(None, 101)
+    # What a running request reads stays, itself or through a mount; the newcomer waits for room.
+    producer = await play.extend(None, 30)
+    mounted = await play.extend(None, 10, span(producer))
+    turn = asyncio.create_task(play.turn(mounted, 40, seed=1))
+    while engine.stats().running == 0:
+        await asyncio.sleep(0.001)
+    newcomer = asyncio.create_task(play.extend(None, 61))
+    resident = engine.stats().resident_cursors
+    await engine.evict([producer, mounted])
+    assert engine.stats().resident_cursors == resident
+    before = engine.stats().tokens_recomputed["eviction"]
+    play.check(await turn)
+    play.check(await newcomer)
+    assert engine.stats().tokens_recomputed["eviction"] == before
+    assert engine.stats().tokens_resident <= 100
+    await engine.close()
 
 
 async def test_float64_agrees_with_float32(engine: TransformersEngine, play: Play) -> None:

@@ -6,10 +6,13 @@ import asyncio
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from harness_sdk.errors import Unavailable
+from rollout_service.engine.base import EngineStats
+from rollout_service.engine.dry import DRY_INFO
 from rollout_service.sessions import OpenRequest
 from rollout_service.sessions.forecast import Footprint, Forecast
 from tests.session_cases import Bench, ScriptedEngine
@@ -17,18 +20,34 @@ from tests.session_cases import Bench, ScriptedEngine
 GATE = 0.75
 
 
+def pool(tokens_resident: float, capacity: int) -> EngineStats:
+    return EngineStats(
+        resident_cursors=0,
+        recurrent_slots=0,
+        tokens_resident=int(tokens_resident),
+        tokens_capacity=capacity,
+        running=0,
+        tokens_computed=0,
+        tokens_recomputed={},
+        tokens_sampled=0,
+    )
+
+
+def footprint(num_tokens: int, num_cursors: int = 1, *, is_growing: bool = True) -> Footprint:
+    return Footprint(num_tokens=num_tokens, num_cursors=num_cursors, is_growing=is_growing)
+
+
 def growing(*tokens: int) -> list[Footprint]:
-    return [Footprint(num_tokens=num, is_growing=True) for num in tokens]
+    return [footprint(num) for num in tokens]
 
 
 def settled(num_tokens: int, open_episodes: Sequence[Footprint]) -> Forecast:
-    """A forecast that expects `num_tokens` of an episode, whatever is open."""
-    forecast = Forecast(num_tokens)
+    """A forecast that expects `num_tokens` of an episode beside `open_episodes`."""
+    forecast = Forecast(DRY_INFO, num_tokens)
     for _ in range(63):
-        forecast.ended(num_tokens)
+        forecast.ended(footprint(num_tokens))
     # What is open counts as seen: take it out again.
-    extra = sum(episode.num_tokens for episode in open_episodes)
-    forecast.ended(num_tokens - extra)
+    forecast.ended(footprint(num_tokens - sum(episode.num_tokens for episode in open_episodes)))
     return forecast
 
 
@@ -46,70 +65,112 @@ def settled(num_tokens: int, open_episodes: Sequence[Footprint]) -> Forecast:
 def test_peak_is_that_of_the_fullest_moment(tokens: tuple[int, ...], peak: int) -> None:
     open_episodes = growing(*tokens)
     forecast = settled(100, open_episodes)
-    use = sum(tokens) / 300
-    assert forecast.peak_use(use, 300, open_episodes) == pytest.approx(peak / 300)
+    found = forecast.peak_use(pool(sum(tokens), 300), open_episodes)
+    assert found == pytest.approx(peak / 300)
 
 
 def test_idle_episodes_stay_as_they_are() -> None:
-    forecast = Forecast(100)
-    idle = [Footprint(num_tokens=60, is_growing=False)] * 2
-    assert forecast.peak_use(0.4, 300, idle) == 0.4
+    forecast = Forecast(DRY_INFO, 100)
+    idle = [footprint(60, is_growing=False)] * 2
+    assert forecast.peak_use(pool(120, 300), idle) == 0.4
     beside = [*idle, *growing(0)]
-    final = forecast.expected_tokens(beside)
-    assert forecast.peak_use(0.4, 300, beside) == pytest.approx((120 + 2 * final) / 300)
+    final = forecast.expected_size(beside)
+    assert forecast.peak_use(pool(120, 300), beside) == pytest.approx((120 + 2 * final) / 300)
 
 
-def test_room_that_is_not_tokens_is_learned_from_the_pool() -> None:
+def test_cursors_take_room_beside_their_tokens() -> None:
+    hybrid = replace(DRY_INFO, cursor_tokens=25.0)
+    # 32 cursors of an episode of which nothing is known, then 4 of each that has ended.
+    assert Forecast(hybrid, 100).expected_size([]) == 100 + 32 * 25
+    forecast = Forecast(hybrid, 100)
+    for _ in range(64):
+        forecast.ended(footprint(60, 4))
+    assert forecast.expected_size([]) == 60 + 4 * 25
+    assert forecast.peak_use(pool(0, 400), [footprint(0, 0)]) == pytest.approx(2 * 160 / 400)
+
+
+def test_what_episodes_take_beyond_that_is_learned_from_the_pool() -> None:
     open_episodes = growing(50, 50, 50, 50)
     forecast = settled(100, open_episodes)
-    # Two hundred tokens take twice their share: so will what comes.
-    assert forecast.peak_use(400 / 1000, 1000, open_episodes) == pytest.approx(2 * 450 / 1000)
+    found = 0.0
+    for _ in range(200):
+        # Two hundred tokens take twice their share: so will what comes.
+        found = forecast.peak_use(pool(400, 1000), open_episodes)
+    assert found == pytest.approx(2 * 450 / 1000, rel=0.01)
+    # A pool that evicts tells nothing, and one that has been emptied forgets nothing.
+    for use in (1000, 0):
+        forecast.peak_use(pool(use, 1000), growing(10))
+    assert forecast.peak_use(pool(0, 1000), growing(0)) == pytest.approx(
+        2 * 2 * forecast.expected_size(growing(0)) / 1000, rel=0.01
+    )
 
 
 def test_long_episodes_are_expected_before_the_first_of_them_ends() -> None:
-    forecast = Forecast(100)
+    forecast = Forecast(DRY_INFO, 100)
     for _ in range(4):
-        forecast.ended(50)
-    assert forecast.expected_tokens(growing(400, 400)) == (100 + 4 * 50 + 800) / 5
+        forecast.ended(footprint(50))
+    assert forecast.expected_size(growing(400, 400)) == (100 + 4 * 50 + 800) / 5
 
 
-def simulate(forecast: Forecast | None, seed: int, *, num_episodes: int = 1000) -> list[float]:
-    """Pool use over time, every episode waiting from the start; None admits by use alone."""
-    rng, capacity = random.Random(seed), 30_000
-    waiting, uses = num_episodes, []
+def simulate(
+    forecast: Forecast | None, seed: int, *, cursor_tokens: float = 0.0, mean: float = 600
+) -> list[float]:
+    """Pool use over time, a thousand episodes waiting from the start; None admits by use alone.
+
+    A cursor for each forty tokens; a hundred clients at a time.
+    """
+    rng, capacity, per_cursor = random.Random(seed), 30_000, 40
+    waiting, uses = 1000, []
     running: list[list[float]] = []
+
+    def taken(tokens: float) -> float:
+        return tokens + tokens // per_cursor * cursor_tokens
+
     while waiting or running:
-        while waiting:
-            now = [int(tokens) for tokens, _, _ in running]
-            use = peak = min(sum(now) / capacity, 1.0)
+        while waiting and len(running) < 100:
+            use = min(sum(taken(tokens) for tokens, _, _ in running), capacity)
+            peak = use / capacity
             if forecast is not None:
-                peak = forecast.peak_use(use, capacity, growing(*now))
+                open_ = [footprint(int(t), int(t // per_cursor)) for t, _, _ in running]
+                peak = forecast.peak_use(pool(use, capacity), open_)
             if peak > GATE and running:
                 break
             waiting -= 1
-            final = 600 * rng.lognormvariate(-0.32, 0.8)
-            running.append([0.0, final, 20 * rng.uniform(0.5, 1.5)])
+            running.append([0.0, mean * rng.lognormvariate(-0.32, 0.8), 20 * rng.uniform(0.5, 1.5)])
         for episode in running:
             episode[0] += episode[2]
-        for _, final, _ in (each for each in running if each[0] >= each[1]):
+        for tokens, _, _ in (each for each in running if each[0] >= each[1]):
             if forecast is not None:
-                forecast.ended(int(final))
+                forecast.ended(footprint(int(tokens), int(tokens // per_cursor)))
         running = [each for each in running if each[0] < each[1]]
-        uses.append(sum(tokens for tokens, _, _ in running) / capacity)
+        uses.append(sum(taken(tokens) for tokens, _, _ in running) / capacity)
     return uses
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_thousand_waiting_episodes_hold_the_pool_below_the_gate(seed: int) -> None:
-    uses = simulate(Forecast(512), seed)
+@pytest.mark.parametrize("cursor_tokens", [0.0, 8.0, 40.0])
+def test_a_thousand_waiting_episodes_hold_the_pool_below_the_gate(
+    seed: int, cursor_tokens: float
+) -> None:
+    mean = 600 / (1 + cursor_tokens / 40)
+    forecast = Forecast(replace(DRY_INFO, cursor_tokens=cursor_tokens), 512)
+    uses = simulate(forecast, seed, cursor_tokens=cursor_tokens, mean=mean)
     assert statistics.quantiles(uses, n=10)[-1] < 0.76
     assert max(uses) < 1
     # And it is used: an idle pool would pass the lines above.
     assert statistics.median(uses) > 0.5
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_room_that_nobody_told_of_is_found_out(seed: int) -> None:
+    # Three times what the forecast is told, as where cursors are held twice.
+    uses = simulate(Forecast(DRY_INFO, 512), seed, cursor_tokens=80.0, mean=200)
+    later = uses[len(uses) // 4 :]
+    assert statistics.quantiles(later, n=10)[-1] < 0.8
+
+
 def test_a_gate_on_use_alone_lets_them_flood_it() -> None:
-    assert max(simulate(None, 0)) > 5
+    assert max(simulate(None, 0)) > 1.3
 
 
 async def test_a_burst_of_openings_waits_for_what_the_first_will_take() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.vllm.footing import Footing, FootingStore, hides_mounts, new_mounts
-from rollout_service.engine.vllm.gate import RebuildGate
+from rollout_service.engine.vllm.gate import RebuildGate, call_number
 from rollout_service.engine.vllm.plan import RowSpan
 
 
@@ -45,6 +45,22 @@ def test_identical_roots_share_until_the_last_owner_goes() -> None:
     assert store.release([one]) == []
     assert store.release([other]) == [1]
     assert store.get(0, new_cursor(None, 1, 2), complete=False) is None
+
+
+def test_what_is_forgotten_leaves_nothing_behind() -> None:
+    store = FootingStore()
+    root, heir, child = new_cursor(None, 1, 2), new_cursor(None, 1, 2), new_cursor(None, 9)
+    store.put(0, root, own(1, 1), complete=False)
+    store.put(0, root, own(2, 2), complete=True)
+    store.put(0, child, own(2, 2).with_mounts([RowSpan(residency=1, begin=0, end=1)]), False)
+    assert store.get(0, heir, complete=True) == own(2, 2)
+    # The first owner lets go; what the other holds stays.
+    assert store.release([root]) == []
+    assert store.get(0, heir, complete=False) == own(1, 1)
+    store.forget([1])
+    assert sorted([*store.release([heir]), *store.release([child])]) == [2]
+    kept = ("_entries", "_roots", "_readers", "_evicted")
+    assert not [name for name in kept if getattr(store, name)]
 
 
 def test_eviction_takes_what_rests_on_it() -> None:
@@ -136,3 +152,22 @@ async def test_two_that_want_to_be_alone_do_not_wait_for_each_other() -> None:
     async with asyncio.timeout(5):
         await asyncio.gather(rebuild("one"), rebuild("other"))
     assert sorted(order) == ["one", "other"]
+
+
+async def test_what_a_call_asks_for_carries_its_number() -> None:
+    gate = RebuildGate()
+    numbers: list[tuple[str, int]] = []
+
+    async def ask(name: str) -> None:
+        numbers.append((name, call_number.get()))
+
+    async def call(name: str) -> None:
+        async with gate.entered():
+            await asyncio.sleep(0)
+            await asyncio.create_task(ask(name))
+            async with gate.alone():
+                await asyncio.create_task(ask(name))
+
+    await asyncio.gather(*(call(name) for name in "abc"))
+    assert dict(numbers) == {"a": 1, "b": 2, "c": 3}
+    assert len(set(numbers)) == 3, "a call that comes again keeps its place"

@@ -77,7 +77,14 @@ def new_plan(
     )
 
 
-def run(registry: CursorRegistry, pool: Pool, plan: AttachPlan, keep_as: int, count: int) -> None:
+def run(
+    registry: CursorRegistry,
+    pool: Pool,
+    plan: AttachPlan,
+    keep_as: int,
+    count: int,
+    version: int = 0,
+) -> None:
     """What the scheduler does with a request that computes `count` rows."""
     plan = dataclasses.replace(plan, keep_as=keep_as)
     registry.pin(plan.reads())
@@ -86,7 +93,7 @@ def run(registry: CursorRegistry, pool: Pool, plan: AttachPlan, keep_as: int, co
         if not group.is_recurrent:
             num_pages = group.num_pages(group.num_rows(plan) + count)
             table += pool.get_new_blocks(max(num_pages - len(table), 0))
-    registry.keep(plan, tables, plan.num_rows + count)
+    registry.keep(plan, tables, plan.num_rows + count, version)
     registry.unpin(plan.reads())
 
 
@@ -164,6 +171,17 @@ def test_groups_without_mounts_have_the_parents_rows_alone() -> None:
     assert [block.ref_cnt for block in mount_free] == [3, 2, 1]
     (partial,) = [copy for copy in registry.take_copies().blocks if copy[0] == 1]
     assert partial == (1, registry._held[3].blocks[1][2].block_id, mount_free[2].block_id)
+
+
+def test_blocks_of_another_version_are_counted() -> None:
+    registry, pool = new_registry()
+    run(registry, pool, new_plan(None, 0), 1, 8)
+    run(registry, pool, new_plan(None, 0), 2, 9, version=1)
+    plan = new_plan(1, 14, RowSpan(residency=2, begin=0, end=6))
+    # Three pages and a state of the second; two pages and a state of the first.
+    assert registry.num_foreign_blocks(plan, 0) == 3 + 1
+    assert registry.num_foreign_blocks(plan, 1) == 2 + 1
+    assert registry.num_foreign_blocks(new_plan(2, 9), 1) == 0
 
 
 def test_release_waits_for_the_last_reader() -> None:

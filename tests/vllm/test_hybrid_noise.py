@@ -1,4 +1,4 @@
-"""The gated-delta-rule hybrid in bfloat16: cursors add no noise to that of a flat run."""
+"""Gated-delta-rule hybrids in bfloat16: cursors add no noise to that of a flat run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 
 from rollout_service.cursors import Cursor
+from rollout_service.engine.base import Engine
 from tests.engine_cases import Play, span
 from tests.reference import flat_logprobs
-from tests.vllm.conftest import Served
-from tests.vllm.models import servable_model
+from tests.vllm.conftest import BF16_FAMILIES
+from tests.vllm.episodes import SCRIPTS, logprobs_of, some_lengths
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
-NUM_CASES = 8
 RATIO_LIMIT = 1.3
 """Of the noise of a flat run of the same tokens, medians over the cases."""
+NUM_CASES = 32
+NUM_CASES_IN_SLICE = 9
+"""One of each script."""
 
 
 def rms(one: Sequence[float], other: Sequence[float]) -> float:
@@ -31,42 +34,55 @@ def flat_oracle(model: Any, cursor: Cursor) -> list[float]:
     return [row[token].item() for row, token in zip(rows, cursor.token_ids, strict=True)]
 
 
-async def test_forks_are_as_near_the_oracle_as_flat_runs(
-    play_bf16: Play, served_bf16: Served
-) -> None:
-    play, model = play_bf16, servable_model(served_bf16.family)
-    forked, flat = [], []
-    for case in range(NUM_CASES):
-        root = await play.extend(None, 60 + 7 * case)
-        turn = await play.turn(await play.extend(root, 30 + case), 8, seed=case)
-        fork = await play.extend(turn, 24)
-        tokens = [token for node in fork.path() for token in node.token_ids]
-        cold = await play.extend(None, tokens)
-        expected = flat_oracle(model, fork)
-        forked.append(rms(fork.sampled_logprobs, expected))
-        flat.append(rms(cold.sampled_logprobs[-24:], expected))
-    ratio = statistics.median(forked) / statistics.median(flat)
-    assert ratio <= RATIO_LIMIT, f"forked {forked}, flat {flat}"
+async def noise_of_case(
+    play: Play, oracle: Engine, name: str, lengths: tuple[int, int]
+) -> tuple[float, float]:
+    """Noise of a script's tokens, and of the same tokens without cursors and mounts."""
+    noise, flat_noise = [], []
+    for cursor in await SCRIPTS[name](play, *lengths):
+        count = len(cursor.sampled_logprobs)
+        noise.append(rms(cursor.sampled_logprobs, await logprobs_of(oracle, cursor)))
+        tokens = [token for node in cursor.path() for token in node.token_ids]
+        flat = await play.extend(None, tokens)
+        expected = await oracle.score(tokens, policy_version=0)
+        flat_noise.append(rms(flat.sampled_logprobs[-count:], expected[-count:]))
+    await play.engine.forget_all()  # type: ignore[attr-defined]
+    return statistics.fmean(noise), statistics.fmean(flat_noise)
 
 
-async def test_mounts_are_as_near_the_oracle_as_flat_runs(
-    play_bf16: Play, served_bf16: Served
-) -> None:
-    play, model = play_bf16, servable_model(served_bf16.family)
-    mounted, flat, effects = [], [], []
-    page = play.engine.info.page_tokens
-    for case in range(NUM_CASES):
+async def check_noise(play: Play, oracle: Engine, num_cases: int) -> float:
+    names, page = list(SCRIPTS), play.engine.info.page_tokens
+    cases = [
+        await noise_of_case(play, oracle, names[case % len(names)], lengths)
+        for case, lengths in enumerate(some_lengths(page, num_cases, seed=1))
+    ]
+    noise, flat_noise = (statistics.median(each) for each in zip(*cases, strict=True))
+    assert noise <= RATIO_LIMIT * flat_noise, f"cursors {noise}, flat {flat_noise}: {cases}"
+    return noise / flat_noise
+
+
+@pytest.mark.parametrize("family", BF16_FAMILIES)
+async def test_scripts_are_as_near_the_oracle_as_flat_runs(play: Play, oracle: Engine) -> None:
+    await check_noise(play, oracle, NUM_CASES_IN_SLICE)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", BF16_FAMILIES)
+async def test_32_cases_are_as_near_the_oracle_as_flat_runs(play: Play, oracle: Engine) -> None:
+    ratio = await check_noise(play, oracle, NUM_CASES)
+    print(f"{play.family}: noise of cursors over that of flat runs {ratio:.3f}")
+
+
+@pytest.mark.parametrize("family", BF16_FAMILIES)
+async def test_a_missed_mount_is_far_above_the_noise(play: Play, oracle: Engine) -> None:
+    effects, noise = [], []
+    for case in range(4):
         root = await play.extend(None, 40 + 9 * case)
-        # Long enough to be mounted in a full page and two edges in some cases.
-        producer = await play.extend(root, page + 40 * case)
-        parent = await play.extend(root, 20)
-        reader = await play.extend(parent, 24, span(producer, 3, len(producer.token_ids) - case))
-        plain = await play.extend(parent, reader.token_ids)
-        expected = play.reference.token_logprobs(reader)
-        mounted.append(rms(reader.sampled_logprobs, expected))
-        flat.append(rms(plain.sampled_logprobs, flat_oracle(model, plain)))
-        effects.append(rms(expected, flat_oracle(model, plain)))
-    ratio = statistics.median(mounted) / statistics.median(flat)
-    assert ratio <= RATIO_LIMIT, f"mounted {mounted}, plain {flat}"
-    # Not blind: what a mount changes is far above the noise.
-    assert statistics.median(effects) > 4 * statistics.median(mounted), effects
+        producer, reader = await play.extend(root, 70), await play.extend(root, 5)
+        mounted = await play.extend(reader, 24, span(producer, 1))
+        plain = await play.extend(reader, mounted.token_ids)
+        expected = await logprobs_of(oracle, mounted)
+        noise.append(rms(mounted.sampled_logprobs, expected))
+        effects.append(rms(plain.sampled_logprobs, expected))
+    assert statistics.median(effects) > 2 * statistics.median(noise), (effects, noise)

@@ -17,6 +17,7 @@ from harness_sdk.errors import (
     Unavailable,
 )
 from harness_sdk.types import FinishReason, StructuredOutput
+from rollout_service.engine.vllm.gate import call_number
 from rollout_service.engine.vllm.lora import LoraSpec
 from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
 from rollout_service.engine.vllm.process import EngineProcess
@@ -84,6 +85,9 @@ class PoolUse:
     free: int = 0
     residencies: int = 0
     states: int = 0
+    preemptions: int = 0
+    foreign: int = 0
+    """Blocks read under another version than computed them."""
 
     @property
     def num_rows(self) -> int:
@@ -184,6 +188,7 @@ class CoreClient:
             params,
             f"octopus-{next(self._numbers)}",
             lora_request=lora,
+            priority=call_number.get(),
         )
         is_over, num_sampled = False, 0
         try:
@@ -303,6 +308,7 @@ class CoreClient:
         use.page_rows, use.total, use.free = report["page_rows"], report["total"], report["free"]
         use.blocks_per_page = report["blocks_per_page"]
         use.residencies, use.states = report["residencies"], report["states"]
+        use.preemptions, use.foreign = report["preemptions"], report["foreign"]
         if report["evicted"]:
             self._on_evicted(report["evicted"])
 

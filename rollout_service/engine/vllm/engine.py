@@ -157,6 +157,8 @@ class VllmEngine:
             max_positions=facts.max_positions,
             mount_layers=mount_layers,
             page_tokens=builder.client.use.page_rows,
+            cursor_tokens=builder.client.use.page_rows
+            * (0.5 + facts.num_state_groups / builder.client.use.blocks_per_page),
         )
         self._builder = builder
 
@@ -362,6 +364,8 @@ class VllmEngine:
             tokens_computed=builder.tokens_computed,
             tokens_recomputed=dict(builder.tokens_recomputed),
             tokens_sampled=self._tokens_sampled,
+            preemptions=use.preemptions,
+            foreign_blocks=use.foreign,
         )
 
     def _check(self, cursor: Cursor, *, num_more: int = 0) -> int:

@@ -83,6 +83,11 @@ class Entry:
         """One of the two footings."""
         return self.complete if complete else self.trailing
 
+    def reads(self) -> set[int]:
+        """Residencies that its footings rest on."""
+        footings = (self.trailing, self.complete)
+        return {r for footing in footings if footing is not None for r in footing.reads()}
+
     def residencies(self) -> list[int]:
         """Residencies that go with the entry."""
         footings = (self.trailing, self.complete)
@@ -173,13 +178,23 @@ class FootingStore:
         gone = set(residencies)
         for residency in gone:
             for entry in self._readers.pop(residency, set()):
+                reads = entry.reads()
                 if entry.trailing is not None and entry.trailing.reads() & gone:
                     entry.trailing = None
                 if entry.complete is not None and entry.complete.reads() & gone:
                     entry.complete = None
+                for other in reads - entry.reads():
+                    self._forget_reader(other, entry)
                 if entry.trailing is None and entry.complete is None:
                     self._evicted |= entry.owners
                     self._disown(list(entry.owners))
+
+    def _forget_reader(self, residency: int, entry: Entry) -> None:
+        readers = self._readers.get(residency)
+        if readers is not None:
+            readers.discard(entry)
+            if not readers:
+                del self._readers[residency]
 
     def _find(self, version: int, cursor: Cursor) -> Entry | None:
         entry = self._entries.get((version, cursor.cursor_id))
@@ -206,9 +221,8 @@ class FootingStore:
                 continue
             if entry.root is not None:
                 del self._roots[key[0], entry.root]
-            for footing in (entry.trailing, entry.complete):
-                for residency in footing.reads() if footing is not None else ():
-                    self._readers.get(residency, set()).discard(entry)
+            for residency in entry.reads():
+                self._forget_reader(residency, entry)
             free += entry.residencies()
         return free
 

@@ -1,10 +1,21 @@
-"""Who may begin: while one request rebuilds what others keep evicting, no other starts."""
+"""Who may begin: calls in the order in which they came, and none beside one that rebuilds alone.
+
+Fairness: a call computes what it lacks by several requests, one after the other. All of them carry
+the call's number, and the core serves waiting requests by it. So a call begins as soon as the
+calls that came before it have ended; none that comes later begins before it, however often it is
+preempted or finds its context evicted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+call_number: ContextVar[int] = ContextVar("call_number", default=0)
+"""The place of the call that is being served among all; its tasks inherit it."""
 
 
 class RebuildGate:
@@ -15,6 +26,7 @@ class RebuildGate:
         self._alone = asyncio.Lock()
         self._num_active = 0
         self._ended = asyncio.Event()
+        self._numbers = itertools.count(1)
 
     @property
     def is_closed(self) -> bool:
@@ -24,6 +36,7 @@ class RebuildGate:
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
         """Be active; waits while somebody is alone."""
+        call_number.set(next(self._numbers))
         async with self._alone:
             self._num_active += 1
         try:

@@ -135,6 +135,8 @@ def launch(
         "skip_tokenizer_init": not has_tokenizer(model_path),
         "structured_outputs_config": {"backend": "xgrammar"},
         "max_num_seqs": max_num_seqs,
+        # By the number of the call that a request belongs to.
+        "scheduling_policy": "priority",
         "enable_prefix_caching": False,
         "tensor_parallel_size": tensor_parallel_size,
         "async_scheduling": async_scheduling,
@@ -169,6 +171,9 @@ def launch(
     config = _engine_config(seams, arguments | dict(extra))
     # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.
     config.scheduler_config.async_scheduling = async_scheduling
+    if tensor_parallel_size == 1:
+        # On CPUs vLLM would start a second process, to bind threads that are the host's to bind.
+        config.parallel_config.distributed_executor_backend = "uni"
     config.additional_config[_LIFELINE_KEY] = Lifeline()
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]

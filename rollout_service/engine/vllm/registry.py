@@ -72,6 +72,8 @@ class Residency:
     num_rows: int
     num_mounted: int
     """Rows among them that only groups which read mounts have."""
+    version: int = 0
+    """Policy version that computed it."""
     num_pins: int = 0
     is_doomed: bool = False
     """Released while pinned: goes with its last reader."""
@@ -144,9 +146,11 @@ class CursorRegistry:
             if residency.is_doomed and not residency.num_pins:
                 self._drop(residency_id)
 
-    def keep(self, plan: AttachPlan, blocks: list[list[Any]], num_rows: int) -> None:
+    def keep(
+        self, plan: AttachPlan, blocks: list[list[Any]], num_rows: int, version: int = 0
+    ) -> None:
         """Own a finished request's blocks: no copy, and the running state is the checkpoint."""
-        residency = Residency(blocks, num_rows, plan.num_mounted)
+        residency = Residency(blocks, num_rows, plan.num_mounted, version)
         for group, table in zip(self.groups, blocks, strict=True):
             num_used = 1 if group.is_recurrent else group.num_pages(group.num_rows(residency))
             assert len(table) >= num_used
@@ -219,6 +223,11 @@ class CursorRegistry:
             else self._attach_rows(plan, index, group)
             for index, group in enumerate(self.groups)
         ]
+
+    def num_foreign_blocks(self, plan: AttachPlan, version: int) -> int:
+        """Blocks of what `plan` reads that another version than `version` computed: none, ever."""
+        foreign = [self._held[r] for r in plan.reads() if self._held[r].version != version]
+        return sum(len(table) for residency in foreign for table in residency.blocks)
 
     def usage(self) -> dict[str, int]:
         """Residencies held and recurrent states among their blocks."""

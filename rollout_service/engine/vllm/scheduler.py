@@ -1,6 +1,12 @@
 """vLLM's scheduler with cursors: requests begin on shared blocks and leave theirs to a residency.
 
 Runs in the engine core's process, where `scheduler_cls` names it.
+
+Fairness: waiting requests are served by the number of their call (`gate.call_number`), preempted
+ones among them, and the newest call's request is preempted first. So nothing that a later call asks
+begins before what an earlier one does; only a request whose grammar is being compiled lets others
+pass. One that reads what is gone, or that keeps all others from moving, is ended with an error
+before it has begun, and its caller comes again.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ class CursorKVCacheManager(KVCacheManager):
     def adopt_registry(self) -> CursorRegistry:
         """Make the registry over this manager's groups and pool."""
         require_attributes(self, "coordinator", "block_pool", "empty_kv_cache_blocks")
+        self.num_foreign_blocks = 0
         managers = self.coordinator.single_type_managers
         self.registry = CursorRegistry([_group(m) for m in managers], self.block_pool)
         for manager, group in zip(managers, self.registry.groups, strict=True):
@@ -92,6 +99,8 @@ class CursorKVCacheManager(KVCacheManager):
             self.registry.num_new_blocks(plan) + more
         ):
             return None
+        version = version_of(request)
+        self.num_foreign_blocks += self.registry.num_foreign_blocks(plan, version)
         copies = self.registry.copies
         mark = copies.mark()
         for manager, table in zip(managers, self.registry.attach(plan), strict=True):
@@ -129,6 +138,8 @@ class CursorScheduler(Scheduler):
         adopt(self.kv_cache_manager, CursorKVCacheManager)
         self.registry: CursorRegistry = self.kv_cache_manager.adopt_registry()
         self.stops = StopStrings()
+        self.num_host_pins = 0
+        self.num_preemptions = 0
 
     def add_request(self, request: Any) -> None:
         """Queue a request; what it reads is pinned until it ends.
@@ -147,15 +158,11 @@ class CursorScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; ends the newest waiting request where none can ever move."""
+        """One step."""
         output = super().schedule(*args, **kwargs)
         setattr(output, COPIES_ATTRIBUTE, self.registry.take_copies())
-        ending = self.grammar_compile_error_reqs
-        if not (output.num_scheduled_tokens or self.running or ending) and self.waiting:
-            waiting = list(self.waiting)
-            # Beside the steps a grammar is compiled: its request moves once that is ready.
-            if not any(self._is_blocked_waiting_status(request.status) for request in waiting):
-                ending.add(waiting[-1].request_id)
+        if not (output.num_scheduled_tokens or self.running or self.grammar_compile_error_reqs):
+            self._end_the_newest(list(self.waiting))
         return output
 
     def usage(self) -> dict[str, Any]:
@@ -169,7 +176,25 @@ class CursorScheduler(Scheduler):
             "total": pool.num_gpu_blocks - 1,
             "free": pool.get_num_free_blocks(),
             "evicted": self.registry.take_evicted(),
+            "preemptions": self.num_preemptions,
+            "foreign": self.kv_cache_manager.num_foreign_blocks,
         }
+
+    def _end_the_newest(self, waiting: list[Any]) -> None:
+        """Where none of `waiting` can move, let go of what the newest keeps from eviction.
+
+        One whose grammar is being compiled will move. The last one stays while the host keeps
+        residencies too: they go with the request that it keeps them for, which will wait behind.
+        """
+        if any(self._is_blocked_waiting_status(request.status) for request in waiting):
+            return
+        if len(waiting) > 1 or (waiting and not self.num_host_pins):
+            self.grammar_compile_error_reqs.add(waiting[-1].request_id)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        """Count it; what the request reads stays pinned, so it can attach again."""
+        self.num_preemptions += 1
+        super()._preempt_request(*args, **kwargs)
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
@@ -195,7 +220,8 @@ class CursorScheduler(Scheduler):
         """At the end of a turn hand the blocks over instead of freeing them."""
         plan, num_rows = plan_of(request), _rows_to_keep(request)
         if plan is not None and plan.keep_as is not None and num_rows is not None:
-            self.registry.keep(plan, self.kv_cache_manager.pop_blocks(request), num_rows)
+            blocks = self.kv_cache_manager.pop_blocks(request)
+            self.registry.keep(plan, blocks, num_rows, version_of(request))
         if plan is not None and getattr(request, "octopus_pinned", False):
             request.octopus_pinned = False
             self.registry.unpin(plan.reads())
@@ -218,6 +244,11 @@ def _group(manager: Any) -> Group:
 def plan_of(request: Any) -> AttachPlan | None:
     """The plan that `add_request` found."""
     return getattr(request, "octopus_plan", None)
+
+
+def version_of(request: Any) -> int:
+    """The policy version that a request computes under."""
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
 def _rows_to_keep(request: Any) -> int | None:
@@ -251,9 +282,12 @@ def _command(core: Any, operation: str, residency_ids: list[int]) -> dict[str, A
         gone = registry.absent(residency_ids)
     elif operation == "pin":
         gone = registry.absent(residency_ids)
-        registry.pin(() if gone else residency_ids)
+        if not gone:
+            registry.pin(residency_ids)
+            scheduler.num_host_pins += len(residency_ids)
     elif operation == "unpin":
         registry.unpin(residency_ids)
+        scheduler.num_host_pins -= len(residency_ids)
     else:
         assert operation == "usage", operation
     return {**scheduler.usage(), "gone": gone}

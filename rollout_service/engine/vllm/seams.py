@@ -81,6 +81,7 @@ Scheduler: Any = find_seam(
     add_request="request",
     _free_request="request delay_free_blocks",
     _free_blocks="request",
+    _preempt_request="request timestamp",
     _update_request_with_output="request new_token_ids",
     finish_requests="request_ids finished_status",
 )
@@ -164,7 +165,7 @@ AsyncLLM: Any = find_seam(
     "vllm.v1.engine.async_llm:AsyncLLM",
     "shutdown",
     from_vllm_config="vllm_config stat_loggers disable_log_stats",
-    generate="prompt sampling_params request_id lora_request",
+    generate="prompt sampling_params request_id lora_request priority",
     add_lora="lora_request",
     remove_lora="lora_id",
     collective_rpc="method args",

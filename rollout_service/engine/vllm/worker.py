@@ -268,6 +268,8 @@ def _cpu_worker() -> type:
             scheduling = self.vllm_config.scheduler_config
             is_ahead, scheduling.async_scheduling = scheduling.async_scheduling, False
             super().init_device()
+            # In the core's own process the configuration is the core's too.
+            scheduling.async_scheduling = is_ahead
             adopt(self.model_runner, CursorCPURunner)
             self.model_runner.start_cursors(LayerRows(self.model_runner), is_ahead=is_ahead)
 

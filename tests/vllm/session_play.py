@@ -1,0 +1,272 @@
+"""Random use of the service over one engine: agents that leave, adapters that come, evictions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from pathlib import Path
+
+from harness_sdk.errors import (
+    AdapterError,
+    BudgetExhausted,
+    EpisodeNotFound,
+    InvalidRequest,
+    StaleHead,
+    StepNotFound,
+    ThreadEnded,
+    ThreadNotFound,
+)
+from harness_sdk.types import Limits, Message, SamplingOptions
+from rollout_service.cursors import Cursor
+from rollout_service.engine.base import Engine
+from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
+from rollout_service.sessions.episode import Episode
+from rollout_service.sessions.threads import Thread
+from tests.engine_cases import save_adapter
+from tests.session_cases import ALL, CHAT, LOOK, MemorySink
+from tests.vllm.conftest import MAX_ADAPTERS, Served
+from tests.vllm.episodes import logprobs_of
+
+REFUSALS = (
+    BudgetExhausted,
+    EpisodeNotFound,
+    InvalidRequest,
+    StaleHead,
+    StepNotFound,
+    ThreadEnded,
+    ThreadNotFound,
+)
+"""What a call may hear; anything else fails the test."""
+LIMITS = Limits(thread_budget=1100, answer_reserve=100, max_threads=6, max_turns=40)
+_MAX_OPEN = 6
+_QUEUE_S = 0.2
+_WEIGHTS = {
+    "open_episode": 3,
+    "say": 8,
+    "sample": 14,
+    "fork": 5,
+    "rewind": 6,
+    "read": 12,
+    "finish_thread": 2,
+    "cancel_thread": 2,
+    "cancel_call": 4,
+    "kill_client": 1,
+    "close": 1,
+    "push_adapter": 1,
+    "evict": 5,
+}
+
+
+class World:
+    """Episodes in the making, and what is known of those that have ended."""
+
+    def __init__(self, served: Served, oracle: Engine, folder: Path, seed: int) -> None:
+        self.done: Counter[str] = Counter()
+        """Operations that went through, and refusals by name."""
+        self.turns: list[Cursor] = []
+        self.newest = 0
+        self._loaded = {0}
+        self._served = served
+        self._engine = served.engine
+        self._oracle = oracle
+        self._folder = folder
+        self._rng = random.Random(seed)
+        self._num_opened = 0
+        self.sessions = Sessions(
+            served.engine,
+            CHAT,
+            MemorySink(),
+            SessionOptions(run="r", replica_id="p", busy_grace_s=0.05, admission_poll_s=0.01),
+            newest_version=lambda: self.newest,
+        )
+
+    async def play(self, num_operations: int, *, at_a_time: int = 4) -> None:
+        """Random operations, several beside each other; then everything is closed."""
+        await self.open_episode()
+        for _ in range(num_operations // at_a_time):
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(self._step() for _ in range(at_a_time)))
+        for episode in self._open():
+            self._remember(episode)
+        await self.sessions.shutdown()
+
+    async def worst(self, share: float) -> tuple[float, float, int]:
+        """Compare a share of all turns with the other engine.
+
+        Returns:
+            Largest difference in nats under the base model and under adapters, tokens compared.
+        """
+        worst = {False: 0.0, True: 0.0}
+        num_tokens = 0
+        for turn in self._rng.sample(self.turns, int(share * len(self.turns))):
+            expected = await logprobs_of(self._oracle, turn)
+            gaps = [abs(a - b) for a, b in zip(expected, turn.sampled_logprobs, strict=True)]
+            adapted = turn.policy_version > 0
+            worst[adapted] = max(worst[adapted], *gaps)
+            num_tokens += len(gaps)
+        return worst[False], worst[True], num_tokens
+
+    async def _step(self) -> None:
+        name = self._rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        try:
+            await getattr(self, name)()
+        except REFUSALS as error:
+            self.done[type(error).__name__] += 1
+        else:
+            self.done[name] += 1
+
+    async def open_episode(self) -> None:
+        """Open one and give it a prompt; gives up where it has to queue."""
+        if len(self._open()) >= _MAX_OPEN:
+            return
+        self._num_opened += 1
+        name = f"e{self._num_opened}"
+        request = OpenRequest(
+            episode_id=name,
+            primitives=ALL,
+            limits=LIMITS,
+            version_policy=self._rng.choice(("keep", "refresh")),
+        )
+        try:
+            async with asyncio.timeout(_QUEUE_S):
+                await self.sessions.open(request)
+        except TimeoutError:
+            self.done["queued"] += 1
+            return
+        prompt = Message(role="user", content="q" * self._rng.randrange(5, 200))
+        await self.sessions.turn(self._call(name, "root"), [prompt], demonstration=LOOK)
+
+    async def say(self) -> None:
+        """A demonstrated turn."""
+        call = self._any_call()
+        reply = self._rng.choice((LOOK, LOOK, "plain"))
+        await self.sessions.turn(call, self._observations(), demonstration=reply)
+
+    async def sample(self) -> None:
+        """A sampled turn."""
+        await self.sessions.turn(
+            self._any_call(),
+            self._observations(),
+            sampling=self._sampling(self._rng.randint(1, 16)),
+        )
+
+    async def fork(self) -> None:
+        """One to three children."""
+        call = self._any_call()
+        episode = self.sessions.episode(call.episode_id)
+        first = len(episode.threads)
+        names = [f"b{first + index}" for index in range(self._rng.randint(1, 3))]
+        await self.sessions.fork(call, {name: f"do {name}" for name in names})
+
+    async def rewind(self) -> None:
+        """Back to a finished step."""
+        call, thread = self._any_thread()
+        await self.sessions.rewind(call, self._rng.randrange(len(thread.steps)), "n")
+
+    async def read(self) -> None:
+        """Mount steps of another thread of the episode."""
+        call = self._any_call()
+        episode = self.sessions.episode(call.episode_id)
+        source = self._rng.choice([t for t in episode.threads if t != call.thread_id] or ["root"])
+        first = self._rng.randrange(3)
+        await self.sessions.read_thread(call, source, first, first + self._rng.randrange(4))
+
+    async def finish_thread(self) -> None:
+        """Close a thread with an answer."""
+        call = self._any_call()
+        if call.thread_id != "root":
+            await self.sessions.done(call, "x")
+
+    async def cancel_thread(self) -> None:
+        """End a thread and its descendants, whatever they do."""
+        call = self._any_call()
+        if call.thread_id != "root":
+            await self.sessions.cancel(call)
+
+    async def cancel_call(self) -> None:
+        """A caller that leaves in the middle of a turn."""
+        sampling = self._sampling(80)
+        task = asyncio.ensure_future(
+            self.sessions.turn(self._any_call(), self._observations(), sampling=sampling)
+        )
+        await asyncio.sleep(self._rng.random() * 0.1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def kill_client(self) -> None:
+        """An agent's stream breaks."""
+        episode = self._any_episode()
+        self._remember(episode)
+        await self.sessions.lost(episode.episode_id)
+
+    async def close(self) -> None:
+        """An agent is done."""
+        episode = self._any_episode()
+        self._remember(episode)
+        await self.sessions.close(episode.episode_id, reward=1.0)
+
+    async def push_adapter(self) -> None:
+        """A new version comes while everything runs; an old one goes where nothing needs it."""
+        if len(self._loaded) > MAX_ADAPTERS and not await self._unload_oldest():
+            self.done["no slot"] += 1
+            return
+        version = self.newest + 1
+        folder = self._folder / str(version)
+        save_adapter(folder, self._served.folder, self._served.family, seed=version)
+        await self._oracle.load_adapter(version, str(folder))
+        await self._engine.load_adapter(version, str(folder))
+        self._loaded.add(version)
+        self.newest = version
+
+    async def evict(self) -> None:
+        """Pressure that picks at random."""
+        cursors = [node.cursor for node in self._any_episode().nodes]
+        await self._engine.evict(self._rng.sample(cursors, min(len(cursors), 4)))
+
+    async def _unload_oldest(self) -> bool:
+        for version in sorted(self._loaded - self.sessions.versions_in_use() - {0, self.newest}):
+            try:
+                await self._engine.unload_adapter(version)
+            except AdapterError:
+                # A turn of an episode that refreshes runs on it.
+                continue
+            self._loaded.discard(version)
+            return True
+        return False
+
+    def _open(self) -> list[Episode]:
+        return list(self.sessions._episodes.values())
+
+    def _any_episode(self) -> Episode:
+        if not self._open():
+            raise EpisodeNotFound("none is open")
+        return self._rng.choice(self._open())
+
+    def _any_thread(self) -> tuple[Call, Thread]:
+        episode = self._any_episode()
+        live = [thread for thread in episode.threads.values() if not thread.status.is_final]
+        if not live:
+            raise ThreadNotFound("none is live")
+        thread = self._rng.choice(live)
+        return self._call(episode.episode_id, thread.thread_id), thread
+
+    def _any_call(self) -> Call:
+        return self._any_thread()[0]
+
+    def _call(self, episode_id: str, thread_id: str) -> Call:
+        return Call(episode_id=episode_id, thread_id=thread_id)
+
+    def _observations(self) -> list[Message]:
+        size = self._rng.choice((0, 5, 20, 60))
+        return [Message(role="tool", content="o" * size)] if size else []
+
+    def _sampling(self, max_tokens: int) -> SamplingOptions:
+        return SamplingOptions(max_tokens=max_tokens, seed=self._rng.randrange(1 << 30))
+
+    def _remember(self, episode: Episode) -> None:
+        self.turns += [
+            node.cursor for node in episode.nodes if node.cursor.sampled_logprobs and node.on_path
+        ]
