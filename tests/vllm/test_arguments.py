@@ -39,3 +39,9 @@ async def test_arguments_against_cursors_are_refused_before_anything_starts(
     )
     with pytest.raises(ConfigError, match=message):
         await engine.start()
+
+
+async def test_experts_beside_adapters_are_refused_on_the_cpu(servable_folder: Path) -> None:
+    engine = VllmEngine(str(servable_folder / "qwen3_moe"), max_adapters=2)
+    with pytest.raises(ConfigError, match="no CPU kernel for experts beside adapters; got max_ada"):
+        await engine.start()

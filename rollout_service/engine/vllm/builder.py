@@ -7,10 +7,10 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollout_service.cursors import Cursor, Mount, child_cursor
+from rollout_service.cursors import Cursor, Mount
 from rollout_service.engine.base import SampledToken
 from rollout_service.engine.checks import check_version
 from rollout_service.engine.vllm.core_client import (
@@ -19,7 +19,8 @@ from rollout_service.engine.vllm.core_client import (
     ResidencyMissing,
     RunEnd,
 )
-from rollout_service.engine.vllm.footing import Footing, FootingStore, is_root, new_mounts
+from rollout_service.engine.vllm.flights import Flights
+from rollout_service.engine.vllm.footing import Footing, FootingStore, new_mounts
 from rollout_service.engine.vllm.gate import RebuildGate
 from rollout_service.engine.vllm.lora import LoadedAdapter
 from rollout_service.engine.vllm.pins import Pins
@@ -32,16 +33,6 @@ _MAX_ALONE = 3
 """Attempts of a request that runs alone: what one lacks then is room, not luck."""
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
 """vLLM always samples: a run that only computes throws one token away."""
-
-
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """A footing being computed for everybody who needs it."""
-
-    task: asyncio.Task[None]
-    owner: Cursor
-    """Holds it while somebody waits; identical roots have one of their own, for any may leave."""
-    waiters: list[Cursor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +59,11 @@ class FootingBuilder:
         self.tokens_recomputed: Counter[str] = Counter(eviction=0, refresh=0)
         self._gate = RebuildGate()
         self._ids = itertools.count(1)
-        self._flights: dict[tuple[int, Any, bool], _Flight] = {}
+        self._flights = Flights(self.store, self.release)
 
     async def close(self) -> None:
         """Cancel what runs."""
-        tasks = [flight.task for flight in self._flights.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._flights.cancel()
 
     async def extend(self, version: int, cursor: Cursor) -> None:
         """Make a new cursor resident; cancelled, it leaves nothing behind."""
@@ -151,44 +139,17 @@ class FootingBuilder:
         """A cursor's footing, computed where need be, once for all who ask at a time."""
         footing = self.store.get(version, cursor, complete)
         if footing is None:
-            await self._join(version, cursor, complete, is_new)
+            cause = "" if is_new or complete else self._cause(version, cursor)
+            await self._flights.join(
+                version,
+                cursor,
+                complete,
+                lambda owner: self._compute(version, owner, complete, cause),
+            )
             footing = self.store.get(version, cursor, complete)
         if footing is None:
             raise ResidencyMissing([])
         return footing
-
-    async def _join(self, version: int, cursor: Cursor, complete: bool, is_new: bool) -> None:
-        key = (version, cursor.token_ids if is_root(cursor) else cursor.cursor_id, complete)
-        flight = self._flights.get(key)
-        if flight is None:
-            owner = cursor if not is_root(cursor) else _twin(cursor)
-            cause = "" if is_new or complete else self._cause(version, cursor)
-            task = asyncio.create_task(self._compute(version, owner, complete, cause))
-            flight = self._flights[key] = _Flight(task, owner)
-            task.add_done_callback(lambda done: self._land(key, done))
-        flight.waiters.append(cursor)
-        try:
-            await asyncio.shield(flight.task)
-            # Takes a share in an identical root before its owner goes.
-            self.store.get(version, cursor, complete)
-        finally:
-            flight.waiters.remove(cursor)
-            if not flight.waiters:
-                await asyncio.shield(self._leave(key, flight, cursor))
-
-    async def _leave(self, key: tuple[int, Any, bool], flight: _Flight, last: Cursor) -> None:
-        """Nobody waits any more."""
-        if not flight.task.done():
-            self._flights.pop(key, None)
-            flight.task.cancel()
-            await asyncio.wait([flight.task])
-        if flight.owner is not last:
-            await self.release([flight.owner])
-
-    def _land(self, key: tuple[int, Any, bool], task: asyncio.Task[None]) -> None:
-        flight = self._flights.get(key)
-        if flight is not None and flight.task is task:
-            del self._flights[key]
 
     async def _compute(self, version: int, cursor: Cursor, complete: bool, cause: str) -> None:
         async with self._pins() as pins:
@@ -396,8 +357,3 @@ class FootingBuilder:
         """Wait for a running request's end, and give up where none runs."""
         if not await self._gate.another_end() and attempt >= _MAX_ALONE:
             raise cause.as_error() from cause
-
-
-def _twin(root: Cursor) -> Cursor:
-    """An identical root that nobody else knows."""
-    return child_cursor(None, root.token_ids, mounts=(), policy_version=root.policy_version)

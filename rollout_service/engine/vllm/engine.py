@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from harness_sdk.errors import AdapterError, InvalidRequest, Unavailable
+from harness_sdk.errors import ConfigError, InvalidRequest, Unavailable
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
 from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
+from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.core_client import CoreClient
 from rollout_service.engine.vllm.footing import hides_mounts
 from rollout_service.engine.vllm.launch import Pool, has_tokenizer, launch
 from rollout_service.engine.vllm.limits import check_cpu_model
-from rollout_service.engine.vllm.lora import AdapterReader, LoadedAdapter
+from rollout_service.engine.vllm.lora import AdapterReader, served_targets
 from rollout_service.engine.vllm.model_facts import read_facts
 from rollout_service.engine.vllm.process import EngineProcess, launched
 from rollout_service.engine.vllm.turn import Turn, check_options
@@ -93,8 +94,7 @@ class VllmEngine:
         self._llm: Any = None
         self._process: EngineProcess | None = None
         self._builder: FootingBuilder | None = None
-        self._adapter_reader: AdapterReader | None = None
-        self._adapter_lock = asyncio.Lock()
+        self._adapters: Adapters | None = None
         self._running: Counter[int] = Counter()
         self._tokens_sampled = 0
 
@@ -115,6 +115,14 @@ class VllmEngine:
             check_cpu_model(self._model_path, self._dtype)
         facts = await asyncio.to_thread(read_facts, self._model_path)
         mount_layers = facts.mount_layers(self._mount_layers)
+        if self._device == "cpu" and facts.has_experts and self._max_adapters:
+            raise ConfigError(
+                "vLLM has no CPU kernel for experts beside adapters",
+                value=f"max_adapters={self._max_adapters}",
+                limit="max_adapters=0",
+                remedy="serve version 0 alone, use --engine.name transformers, or a GPU",
+            )
+        targets = served_targets(has_experts=facts.has_experts)
         clients: list[CoreClient] = []
 
         def on_step(kv_use: float) -> None:
@@ -136,6 +144,7 @@ class VllmEngine:
             max_num_seqs=self._max_num_seqs,
             max_adapters=self._max_adapters,
             max_lora_rank=self._max_lora_rank,
+            lora_targets=targets,
             tensor_parallel_size=self._tensor_parallel_size,
             async_scheduling=self._async_scheduling,
             on_step=on_step,
@@ -146,6 +155,13 @@ class VllmEngine:
         self._process = EngineProcess(self._llm, self._on_end)
         builder = FootingBuilder(self._llm, self._process)
         clients.append(builder.client)
+        self._adapters = Adapters(
+            builder,
+            AdapterReader(self._model_path, facts.model_hash, targets),
+            max_adapters=self._max_adapters,
+            max_rank=self._max_lora_rank,
+            dtype=getattr(torch, self._dtype),
+        )
         await builder.client.command("usage")
         if self._detokenize is not None:
             await builder.client.load_detokenizer(self._detokenize)
@@ -295,13 +311,7 @@ class VllmEngine:
             AdapterError: Version taken, no slot free, or a tensor missing, unknown or wrongly
                 shaped; nothing changed.
         """
-        builder = self._live()
-        self._check_new_version(version)
-        adapter = await asyncio.to_thread(self._reader().read, path, max_rank=self._max_lora_rank)
-        async with self._adapter_lock:
-            self._check_new_version(version)
-            request = await builder.client.load_lora(version, path)
-            builder.adapters[version] = LoadedAdapter(adapter=adapter, request=request)
+        await self._serving_adapters().load(version, path)
 
     async def unload_adapter(self, version: int) -> None:
         """Drop a version and all residency computed under it.
@@ -309,47 +319,14 @@ class VllmEngine:
         Raises:
             AdapterError: Not loaded, the base model, or in use by a running request.
         """
-        builder = self._serving(version)
-        if version == 0 or self._running[version]:
-            raise AdapterError(
-                "policy version cannot be unloaded",
-                value=version,
-                limit="an adapter that no running request uses",
-            )
-        del builder.adapters[version]
-        await builder.drop_version(version)
-        async with self._adapter_lock:
-            await builder.client.unload_lora(version)
+        self._serving(version)
+        is_running = self._running[version] > 0
+        await self._serving_adapters().unload(version, is_running=is_running)
 
     async def adapter_checksums(self, version: int) -> dict[str, str]:
         """`tensor_checksum` of each tensor as it serves, keyed by its PEFT name."""
-        builder = self._serving(version)
-        loaded = builder.adapters[version]
-        if loaded is None:
-            return {}
-        served = await builder.client.lora_checksums(version, loaded.specs())
-        return await asyncio.to_thread(loaded.checksums, served, getattr(torch, self._dtype))
-
-    def _reader(self) -> AdapterReader:
-        if self._adapter_reader is None:
-            self._adapter_reader = AdapterReader(self._model_path, self.info.model_hash)
-        return self._adapter_reader
-
-    def _check_new_version(self, version: int) -> None:
-        loaded = self._live().adapters
-        if version in loaded:
-            raise AdapterError(
-                "policy version is loaded already",
-                value=version,
-                limit="versions that are not loaded",
-            )
-        if len(loaded) > self._max_adapters:
-            raise AdapterError(
-                "no room for another policy version",
-                value=f"{len(loaded) - 1} loaded",
-                limit=self._max_adapters,
-                remedy="unload one, or start the engine with a larger max_adapters",
-            )
+        self._serving(version)
+        return await self._serving_adapters().checksums(version)
 
     def stats(self) -> EngineStats:
         """Occupancy after the last step, counters now."""
@@ -382,6 +359,11 @@ class VllmEngine:
         if self._builder is None:
             raise Unavailable("the engine is not running")
         return self._builder
+
+    def _serving_adapters(self) -> Adapters:
+        self._live()
+        assert self._adapters is not None
+        return self._adapters
 
     def _serving(self, version: int) -> FootingBuilder:
         builder = self._live()

@@ -24,6 +24,15 @@ from rollout_service.engine.transformers.adapters import (
 _PREFIX = "base_model.model."
 _NOT_SERVED = "not served"
 _DIFFERENT = "copies differ"
+_TARGETS_BESIDE_EXPERTS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "out_proj",
+)
 LoraSpec = tuple[str, int, int, int]
 """A module's name in the Hugging Face model, its rank, its input and its output size."""
 Gather = Callable[[Tensor], Sequence[Tensor]]
@@ -69,13 +78,23 @@ def _confirmed(served: str, rounded: Tensor, own: Tensor) -> str:
     return checksum if served == (checksum if is_exact else tensor_checksum(rounded)) else served
 
 
+def served_targets(*, has_experts: bool) -> tuple[str, ...] | None:
+    """Linear modules that adapters may change; None is all.
+
+    Beside experts only attention and gated delta rules: no more is trained (Octopus Table 8), and
+    vLLM would hold buffers for every expert of every layer.
+    """
+    return _TARGETS_BESIDE_EXPERTS if has_experts else None
+
+
 class AdapterReader:
     """Reads PEFT folders for one base model, whose shapes it knows without its weights."""
 
-    def __init__(self, model_path: str, model_hash: str) -> None:
-        """Read for the model at `model_path`."""
+    def __init__(self, model_path: str, model_hash: str, targets: tuple[str, ...] | None) -> None:
+        """Read for the model at `model_path`, of which `targets` are served; None is all."""
         self._model_path = model_path
         self._model_hash = model_hash
+        self._targets = targets
         self._module: nn.Module | None = None
 
     def read(self, path: str, *, max_rank: int) -> Adapter:
@@ -97,6 +116,14 @@ class AdapterReader:
                 value=", ".join(outside),
                 limit="linear modules of decoder layers",
             )
+        if self._targets is not None:
+            others = {name.rpartition(".")[2] for name in adapter.modules} - {*self._targets}
+            if others:
+                raise AdapterError(
+                    "adapter targets modules that are not served beside experts",
+                    value=", ".join(sorted(others)),
+                    limit=", ".join(self._targets),
+                )
         rank = max(lora.down.shape[0] for lora in adapter.modules.values())
         if rank > max_rank:
             raise AdapterError(

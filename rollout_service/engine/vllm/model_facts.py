@@ -11,6 +11,7 @@ from rollout_service.engine.mount_layers import choose_mount_layers
 
 _ATTENTION = ("full_attention", "attention")
 _RECURRENT = ("linear_attention", "mamba")
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class ModelFacts:
     num_state_groups: int
     """State blocks that a cursor takes: vLLM groups recurrent layers in sets as large as that of
     the attention layers. 0 without recurrent layers."""
+    has_experts: bool
+    """Whether some layers route tokens among experts."""
 
     def mount_layers(self, chosen: Sequence[int] | None) -> tuple[int, ...]:
         """Layers that read mounts; see `choose_mount_layers`.
@@ -70,4 +73,5 @@ def read_facts(model_path: str) -> ModelFacts:
         max_positions=int(config.max_position_embeddings),
         attention_layers=attention,
         num_state_groups=-(-(len(kinds) - len(attention)) // len(attention)),
+        has_experts=any((getattr(config, name, None) or 0) > 1 for name in _NUM_EXPERTS),
     )
