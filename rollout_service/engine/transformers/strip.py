@@ -181,31 +181,32 @@ class Strip:
             `[T, HQ, D]`.
         """
         fresh = torch.stack([key, value])
-        heads, dim = key.shape[0], key.shape[2]
-        grouped = widened(query).reshape(heads, -1, query.shape[1], dim)
-        output = query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+        heads, num_rows, dim = key.shape
+        queries = widened(query).transpose(0, 1).reshape(num_rows, heads, -1, dim)
         index = self.attention_index[layer]
+        mixed = []
         for segment in self.segments:
             rows = slice(segment.begin, segment.end)
             visible = segment.run.keys_values[index].append(fresh[:, :, rows])
-            mixed = self._attend_one(grouped[:, :, rows], visible, scale)
-            output[rows] = mixed.permute(2, 0, 1, 3).reshape(rows.stop - rows.start, -1, dim)
+            mixed.append(self._attend_one(queries[rows], visible, scale))
+        output = query.new_zeros(num_rows, query.shape[0], dim)
+        output[: self.segments[-1].end] = torch.cat(mixed).flatten(1, 2)
         return output
 
     def _attend_one(self, query: Tensor, visible: Tensor, scale: float) -> Tensor:
-        """Query `[H, G, n, D]` over rows `[2, H, m, D]`, the last n of them its own."""
-        heads, per_head, num_new, dim = query.shape
-        mask = None
-        if num_new > 1:
-            mask = self._mask(per_head, num_new, visible.shape[2], query.device)
+        """Query `[n, H, G, D]` over rows `[2, H, m, D]`, the last n of them its own."""
+        keys, values = visible.unsqueeze(1).unbind(0)
+        num_new, heads, per_head, dim = query.shape
+        if num_new == 1:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
         mixed = F.scaled_dot_product_attention(
-            query.reshape(1, heads, per_head * num_new, dim),
-            visible[0].unsqueeze(0),
-            visible[1].unsqueeze(0),
-            attn_mask=mask,
+            query.permute(1, 2, 0, 3).reshape(1, heads, per_head * num_new, dim),
+            keys,
+            values,
+            attn_mask=self._mask(per_head, num_new, visible.shape[2], query.device),
             scale=scale,
         )
-        return mixed.view(heads, per_head, num_new, dim)
+        return mixed.view(heads, per_head, num_new, dim).permute(2, 0, 1, 3)
 
     def _mask(self, per_head: int, num_new: int, num_all: int, device: torch.device) -> Tensor:
         key = (per_head, num_new, num_all)
