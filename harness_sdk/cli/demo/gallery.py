@@ -28,11 +28,17 @@ class Gallery:
 
     @contextlib.asynccontextmanager
     async def collect(self, redis_url: str, run: str) -> AsyncIterator[None]:
-        """Watch the stream of `run` while the block runs, without taking anything from it."""
+        """Watch the stream of `run` while the block runs, without taking anything from it.
+
+        Everything sent after the block was entered is seen.
+        """
         import redis.asyncio
 
+        key = episodes_key(run)
         async with redis.asyncio.Redis.from_url(redis_url) as client:
-            task = asyncio.create_task(self._read(client, episodes_key(run)))
+            newest: Any = await client.xrevrange(key, count=1)
+            last = newest[0][0] if newest else b"0"
+            task = asyncio.create_task(self._read(client, key, last))
             try:
                 yield
             finally:
@@ -58,11 +64,10 @@ class Gallery:
         """A late episode that earned the reward."""
         return _pick(reversed(self._last), reward=1.0)
 
-    async def _read(self, client: Any, key: str) -> None:
+    async def _read(self, client: Any, key: str, last: bytes) -> None:
+        """Keep what comes after the entry `last`."""
         import redis.exceptions
 
-        newest = await cancellable(client.xrevrange(key, count=1))
-        last = newest[0][0] if newest else "0"
         while True:
             try:
                 streams = await cancellable(client.xread({key: last}, block=_BLOCK_MS))
