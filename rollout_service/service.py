@@ -18,7 +18,7 @@ from harness_sdk.control import ReplicaState
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
-from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.base import Engine
 from rollout_service.server import RunningServer, serve
@@ -207,10 +207,12 @@ def _write_address(config: RolloutConfig, address: str) -> None:
     partial.replace(config.folder / ADDRESS_FILE)
 
 
-def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatML]:
-    assert config.model.path is not None
-    tokenizer = ChatTokenizer.load(config.model.path)
-    return tokenizer, ChatML(tokenizer, preamble=config.model.preamble)
+def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatRenderer]:
+    folder = config.model.path
+    assert folder is not None
+    tokenizer = ChatTokenizer.load(folder)
+    chat = ChatRenderer(tokenizer, load_template(folder), preamble=config.model.preamble)
+    return tokenizer, chat
 
 
 def _new_engine(

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import BranchResult, Limits, Message, SamplingOptions, Turn
-from rollout_service.chat import ChatML
+from rollout_service.chat import ChatRenderer
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Engine, EngineStats, Generated, SampledToken
 from rollout_service.engine.dry import DryEngine
@@ -20,7 +20,7 @@ from rollout_service.sessions.episode import Episode
 from rollout_service.sessions.replies import WaitReply
 from tests.chat_tokenizers import chat_tokenizer
 
-CHAT = ChatML(chat_tokenizer(), preamble="compact")
+CHAT = ChatRenderer(chat_tokenizer(), preamble="compact")
 ALL = ("fork", "rewind", "read_thread", "wait", "done")
 
 

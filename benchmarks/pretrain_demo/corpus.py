@@ -23,7 +23,6 @@ from benchmarks.pretrain_demo.strips import Number, Strip, save_strips, strip_fr
 from harness_sdk.cli.demo.task import RelayTask, draw_tasks
 from harness_sdk.cli.demo.teacher import Script, draw_script, play
 from harness_sdk.record import EpisodeRecord
-from rollout_service.chat.tokenizer import Trust
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def record_strip(
 
 
 def _plain_ids(service: DryService, text: str) -> tuple[int, ...]:
-    return service.tokenizer.encode([(text, Trust.CONTENT)])
+    return service.tokenizer.encode_plain(text)
 
 
 def _report(service: DryService, records: Sequence[EpisodeRecord]) -> None:

@@ -13,7 +13,7 @@ from harness_sdk.cli.demo.task import DEMO_PRIMITIVES
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.tools import tool_schema
 from harness_sdk.types import ROOT_THREAD, BranchResult, Turn
-from rollout_service.chat.chatml import ChatML
+from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.chat.tokenizer import ChatTokenizer
 from rollout_service.engine.dry import DryEngine
 from rollout_service.sessions import Call, OpenRequest, Sessions
@@ -78,7 +78,7 @@ class DryService:
 
     def __init__(self, tokenizer_folder: Path) -> None:
         self.tokenizer = ChatTokenizer.load(tokenizer_folder)
-        chat = ChatML(self.tokenizer, preamble="compact")
+        chat = ChatRenderer(self.tokenizer, preamble="compact")
         self._records: list[EpisodeRecord] = []
         self._sessions = Sessions(DryEngine(), chat, sink=self)
 

@@ -29,14 +29,14 @@ from benchmarks.vllm_engine.scale import Scale
 from benchmarks.vllm_engine.shapes import Texts
 from benchmarks.vllm_engine.world import vllm_arguments
 from harness_sdk.types import Message
-from rollout_service.chat import ChatML, ChatTokenizer, notes
+from rollout_service.chat import ChatRenderer, ChatTokenizer, notes
 from rollout_service.engine.vllm.launch import prepare_environment
 
 
 class Plain:
     """vLLM's own asynchronous engine."""
 
-    def __init__(self, llm: Any, seams: Any, chat: ChatML) -> None:
+    def __init__(self, llm: Any, seams: Any, chat: ChatRenderer) -> None:
         self._llm = llm
         self._seams = seams
         self.chat = chat
@@ -189,6 +189,6 @@ async def running_plain(scale: Scale, folder: Path) -> AsyncIterator[Plain]:
     )
     say("plain vLLM is up")
     try:
-        yield Plain(llm, seams, ChatML(ChatTokenizer.load(folder)))
+        yield Plain(llm, seams, ChatRenderer(ChatTokenizer.load(folder)))
     finally:
         llm.shutdown()

@@ -12,7 +12,7 @@ from benchmarks.vllm_engine.report import say
 from benchmarks.vllm_engine.scale import Scale
 from benchmarks.vllm_engine.shapes import Texts
 from harness_sdk.types import Limits, Message, SamplingOptions, Turn
-from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.chat import ChatRenderer, ChatTokenizer
 from rollout_service.engine.base import Engine
 from rollout_service.engine.vllm import VllmEngine
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
@@ -29,7 +29,7 @@ class World:
 
     scale: Scale
     engine: VllmEngine
-    chat: ChatML
+    chat: ChatRenderer
     texts: Texts
     sessions: Sessions = field(init=False)
     version: int = 0
@@ -134,7 +134,7 @@ async def running(
         yield World(
             scale=scale,
             engine=engine,
-            chat=ChatML(ChatTokenizer.load(folder)),
+            chat=ChatRenderer(ChatTokenizer.load(folder)),
             texts=Texts(folder),
         )
     finally:

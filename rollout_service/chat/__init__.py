@@ -1,6 +1,7 @@
-"""Messages to token ids and sampled ids to turns: ChatML with Hermes tool calls."""
+"""Messages to token ids and sampled ids to turns, by the model's own chat template."""
 
-from rollout_service.chat.chatml import ChatML
+from rollout_service.chat.renderer import ChatRenderer
+from rollout_service.chat.template import Template, load_template
 from rollout_service.chat.tokenizer import ChatTokenizer
 
-__all__ = ["ChatML", "ChatTokenizer"]
+__all__ = ["ChatRenderer", "ChatTokenizer", "Template", "load_template"]

@@ -5,47 +5,34 @@ Wraps a `tokenizers` file; knows nothing of roles or turns.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from harness_sdk.errors import ConfigError
+from rollout_service.chat.template import special_tokens
 
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
+BARRIER = "\udc00"
+"""Keeps the text on its two sides from being read as one control token. A lone surrogate: no
+message can hold it, and the template's string functions let it pass."""
 
-
-class Trust(enum.Enum):
-    """Who wrote a fragment, and so which added tokens its text may become."""
-
-    TEMPLATE = "template"
-    """This service: every added token."""
-    REPLY = "reply"
-    """A model's turn: added tokens that structure a turn, but none that ends or opens one."""
-    CONTENT = "content"
-    """Users, tools and agents: none; the text of an added token stays text."""
-
-
-Fragment = tuple[str, Trust]
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class ChatTokenizer:
-    """A tokenizer with ChatML's two control tokens.
+    """A tokenizer whose added tokens appear only where they are meant.
 
     Args:
         tokenizer: The tokenizer; owned by this object from now on.
-        eos_token_ids: Further ids that end a reply; those that are no added token are ignored,
-            because a plain token must not end a turn.
+        eos_token_ids: Ids that end a reply; those that are no added token are ignored, because a
+            plain token must not end a turn.
         digest: sha256 of the tokenizer's file; computed where it is empty.
-
-    Raises:
-        ConfigError: `<|im_start|>` or `<|im_end|>` is missing.
     """
 
     def __init__(
@@ -53,32 +40,29 @@ class ChatTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._ids = {token.content: token_id for token_id, token in added.items()}
-        missing = [name for name in (IM_START, IM_END) if name not in self._ids]
-        if missing:
-            raise ConfigError(
-                "the tokenizer has no ChatML control tokens",
-                value=f"missing {', '.join(missing)}",
-                limit=f"{IM_START} and {IM_END} as added tokens",
-                remedy="serve a model whose template is ChatML (Qwen, SmolLM2)",
-            )
-        self.im_start, self.im_end = self._ids[IM_START], self._ids[IM_END]
-        stops = {self.im_end, *(i for i in eos_token_ids if i in added)}
-        if END_OF_TEXT in self._ids:
-            stops.add(self._ids[END_OF_TEXT])
-        self.stop_token_ids = frozenset(stops)
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
+        """Id of each added token, control tokens among them."""
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i in added) | {
+            self.added_ids[name] for name in (END_OF_TEXT,) if name in self.added_ids
+        }
         self.digest = digest or hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
-        self._patterns = self._trust_patterns()
         # A whitespace token is no control token: the template's own text uses it too.
-        control = [name for name in self._ids if len(name) > 1 and name.strip()]
+        control = [name for name in self.added_ids if len(name) > 1 and name.strip()]
         self._control = _any_of(control)
+        self._endings = {name[at:] for name in control for at in range(1, len(name))}
+        self._beginnings = {name[:at] for name in control for at in range(1, len(name))}
+        self._longest = max(map(len, control), default=0)
+        # Stands before each piece, so that no tokenizer takes the piece for the start of a text.
+        self._lead = next(
+            (token.content for token in added.values() if not (token.lstrip or token.rstrip)), ""
+        )
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTokenizer:
         """Read `tokenizer.json` of a Hugging Face folder, and its end-of-sequence ids.
 
         Raises:
-            ConfigError: There is no such file, or it is no ChatML tokenizer.
+            ConfigError: There is no such file, or it cannot be read.
         """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
@@ -94,7 +78,7 @@ class ChatTokenizer:
             raise ConfigError("the tokenizer file cannot be read", value=path) from error
         return cls(
             tokenizer,
-            eos_token_ids=_eos_token_ids(Path(folder)),
+            eos_token_ids=_eos_token_ids(Path(folder), tokenizer),
             digest=hashlib.sha256(data).hexdigest(),
         )
 
@@ -103,50 +87,97 @@ class ChatTokenizer:
         """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, fragments: Iterable[Fragment]) -> tuple[int, ...]:
-        """Token ids of the fragments in a row; neighbouring plain text is encoded as one."""
+    def first_control(self, text: str) -> str:
+        """The first control token in `text`; empty where there is none."""
+        match = self._control.search(text) if self._control is not None else None
+        return match.group() if match is not None else ""
+
+    def control_names(self, text: str) -> set[str]:
+        """The control tokens in `text`."""
+        return set(self._control.findall(text)) if self._control is not None else set()
+
+    def encode_whole(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text` as the tokenizer itself gives them; only for text of this package."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def guard(self, text: str, names: Collection[str] | None = None) -> str:
+        """`text` with barriers, so that `encode` finds no control token in it or at its ends.
+
+        Args:
+            text: What users, tools, agents or a model wrote.
+            names: The control tokens to keep out; all without it.
+        """
+        text = _SURROGATES.sub("?", text)
+        if self._control is None:
+            return text
+        parts: list[str] = []
+        start = 0
+        # The search goes on behind the barrier: occurrences may overlap.
+        while match := self._control.search(text, start):
+            cut = match.start() + 1
+            parts.append(text[start:cut])
+            if names is None or match.group() in names:
+                parts.append(BARRIER)
+            start = cut
+        parts.append(text[start:])
+        return self._guard_ends("".join(parts)) if names is None else "".join(parts)
+
+    def encode(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
+        """Token ids of a rendering: control tokens wherever no barrier breaks them.
+
+        Args:
+            text: The rendering.
+            begins: It is the beginning of all; else it goes on behind a control token.
+        """
         ids: list[int] = []
-        plain: list[str] = []
-        for text, trust in fragments:
-            pattern, start = self._patterns[trust], 0
-            for match in pattern.finditer(text) if pattern is not None else ():
-                plain.append(text[start : match.start()])
-                ids += self._encode_plain("".join(plain))
-                ids.append(self._ids[match.group()])
-                plain, start = [], match.end()
-            plain.append(text[start:])
-        ids += self._encode_plain("".join(plain))
+        start = 0
+        for match in self._control.finditer(text) if self._control is not None else ():
+            ids += self._encode_plain(text[start : match.start()], begins=begins and not start)
+            ids.append(self.added_ids[match.group()])
+            start = match.end()
+        ids += self._encode_plain(text[start:], begins=begins and not start)
         return tuple(ids)
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Token ids of text that holds no control token, whatever it reads like."""
+        return tuple(self._encode_plain(text, begins=True))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, added tokens as they read; ids without a token read as nothing."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _guard_ends(self, text: str) -> str:
+        """Barriers where `text` could be part of a control token with what stands beside it.
+
+        Inside its white space, which templates strip.
+        """
+        core = text.strip()
+        if not core:
+            return text
+        sizes = range(1, min(self._longest, len(core) + 1))
+        first = BARRIER if any(core[:size] in self._endings for size in sizes) else ""
+        last = BARRIER if any(core[-size:] in self._beginnings for size in sizes) else ""
+        return text.replace(core, f"{first}{core}{last}", 1) if first or last else text
+
+    def _encode_plain(self, text: str, *, begins: bool) -> list[int]:
+        text = text.replace(BARRIER, "")
         ids: list[int] = []
         start = 0
         # Cut inside whatever reads like an added token, so that no piece holds a whole one. The
         # search goes on behind the cut: occurrences may overlap.
         while self._control is not None and (match := self._control.search(text, start)):
-            ids += self._encode_piece(text[start : match.start() + 1])
+            ids += self._encode_piece(text[start : match.start() + 1], begins=begins and not start)
             start = match.start() + 1
-        return ids + self._encode_piece(text[start:])
+        return ids + self._encode_piece(text[start:], begins=begins and not start)
 
-    def _encode_piece(self, text: str) -> list[int]:
+    def _encode_piece(self, text: str, *, begins: bool) -> list[int]:
         if not text:
             return []
         # A lone surrogate is no Unicode text; JSON lets one in.
         clean = text.encode("utf-8", "replace").decode("utf-8")
-        return self._tokenizer.encode(clean, add_special_tokens=False).ids
-
-    def _trust_patterns(self) -> dict[Trust, re.Pattern[str] | None]:
-        turn_ends = {name for name, i in self._ids.items() if i in self.stop_token_ids}
-        in_reply = [name for name in self._ids if name not in turn_ends and name != IM_START]
-        return {
-            Trust.TEMPLATE: _any_of(list(self._ids)),
-            Trust.REPLY: _any_of(in_reply),
-            Trust.CONTENT: None,
-        }
+        if begins or not self._lead:
+            return self._tokenizer.encode(clean, add_special_tokens=False).ids
+        return self._tokenizer.encode(self._lead + clean, add_special_tokens=False).ids[1:]
 
 
 class TextStream:
@@ -183,11 +214,15 @@ def _any_of(names: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(re.escape(n) for n in sorted(names, key=len, reverse=True)))
 
 
-def _eos_token_ids(folder: Path) -> set[int]:
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer) -> set[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            eos: Any = json.loads(path.read_text()).get("eos_token_id")
-            found.update(eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else [])
-    return found
+        eos: Any = _settings(folder / name).get("eos_token_id")
+        found.update(eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else [])
+    eos_token = special_tokens(_settings(folder / "tokenizer_config.json")).get("eos_token", "")
+    eos_id = tokenizer.token_to_id(eos_token)
+    return found if eos_id is None else found | {eos_id}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}

@@ -124,8 +124,15 @@ def _is_schema(tool: Any) -> bool:
     return isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict)
 
 
-def tools_section(tools: ToolSchemas, preamble: Preamble) -> tuple[str, str, str]:
-    """The part of the system message that lists `tools`.
+def tools_section(
+    tools: ToolSchemas, preamble: Preamble, call_example: str = ""
+) -> tuple[str, str, str]:
+    """The part of the system message that lists `tools`, for templates that do not list them.
+
+    Args:
+        tools: What to list.
+        preamble: In which words.
+        call_example: How this model writes a call; Hermes' form without it.
 
     Returns:
         Our wording before the list, the list (the agent's text), our wording after it; all empty
@@ -135,14 +142,19 @@ def tools_section(tools: ToolSchemas, preamble: Preamble) -> tuple[str, str, str
         return "", "", ""
     if preamble == "compact":
         return "Tools: ", ", ".join(signature(tool) for tool in tools), ""
+    form = f"call it in this form:\n{call_example}" if call_example else _HERMES_FORM
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n",
         "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools),
-        "\n</tools>\n\nFor each function call, return a json object with function name and "
-        "arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+        f"\n</tools>\n\nFor each function call, {form}",
     )
+
+
+_HERMES_FORM = (
+    "return a json object with function name and arguments within <tool_call></tool_call> XML "
+    'tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
 
 
 def signature(tool: ToolSchema) -> str:

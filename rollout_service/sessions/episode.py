@@ -20,7 +20,7 @@ from harness_sdk.errors import (
 from harness_sdk.record import NodeKind
 from harness_sdk.types import ROOT_THREAD, Budget, StopReason, ThreadStatus, ToolSchemas
 from rollout_service.background import Background
-from rollout_service.chat.chatml import ChatML
+from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.cursors import Cursor
 from rollout_service.engine.base import Engine
 from rollout_service.sessions.forecast import Footprint
@@ -41,7 +41,7 @@ class Service:
     """What every episode of a replica shares."""
 
     engine: Engine
-    chat: ChatML
+    chat: ChatRenderer
     options: SessionOptions
     metrics: Metrics
     newest_version: Callable[[], int]

@@ -11,7 +11,7 @@ from harness_sdk.errors import BudgetExhausted, InvalidRequest
 from harness_sdk.record import NodeKind
 from harness_sdk.types import ROOT_THREAD, Budget, ThreadStatus, ToolCall
 from rollout_service.chat import notes
-from rollout_service.chat.chatml import ChatML
+from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.cursors import Cursor, Mount
 from rollout_service.engine.base import EngineInfo
 from rollout_service.sessions.metrics import Metrics
@@ -42,7 +42,7 @@ class Guardrails:
         reads: bool,
         options: SessionOptions,
         info: EngineInfo,
-        chat: ChatML,
+        chat: ChatRenderer,
         metrics: Metrics,
     ) -> None:
         self.limits = limits
@@ -53,7 +53,7 @@ class Guardrails:
         self._chat = chat
         self._metrics = metrics
         # The least that another turn appends: end of the last one, its own opening, one token.
-        self._least_turn = len(chat.terminator) + len(chat.generation_prompt) + 1
+        self._least_turn = len(chat.terminator) + chat.longest_opening + 1
 
     def budget(self, thread: Thread, num_threads: int) -> Budget:
         """What is left to `thread` in an episode of `num_threads` threads."""

@@ -26,7 +26,7 @@ from harness_sdk.types import (
     TokenDelta,
     Turn,
 )
-from rollout_service.chat.chatml import ChatML
+from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.engine.base import Engine
 from rollout_service.sessions import branching, turns
 from rollout_service.sessions.admission import Admission, OnQueued
@@ -74,7 +74,7 @@ class Sessions:
     def __init__(
         self,
         engine: Engine,
-        chat: ChatML,
+        chat: ChatRenderer,
         sink: RecordSink | None = None,
         options: SessionOptions | None = None,
         *,

@@ -12,6 +12,7 @@ from harness_sdk.record import NodeKind
 from harness_sdk.types import (
     FinishReason,
     Message,
+    Role,
     SamplingOptions,
     ThreadStatus,
     TokenDelta,
@@ -50,6 +51,8 @@ class _Plan:
 
     notes: list[Note]
     token_ids: tuple[int, ...]
+    opening: tuple[int, ...]
+    """What opens the model's turn behind them; empty with some templates."""
     tools: ToolSchemas
     sampling_limit: int
 
@@ -106,14 +109,16 @@ async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan
     if roster is not None and thread.head is not None:
         notes.append(roster)
     token_ids = await _render(episode, thread, notes, tools)
-    opening = len(episode.service.chat.generation_prompt)
-    reserve = episode.guardrails.reserve_note(thread, len(token_ids) + opening)
+    opening = _opening(episode, thread, notes)
+    reserve = episode.guardrails.reserve_note(thread, len(token_ids) + len(opening))
     if reserve is not None:
-        with_notice = await _render(episode, thread, [*notes, reserve], tools)
+        noticed = [*notes, reserve]
+        with_notice = await _render(episode, thread, noticed, tools)
+        after_notice = _opening(episode, thread, noticed)
         with contextlib.suppress(BudgetExhausted):
-            episode.guardrails.check_cost(thread, len(with_notice) + opening, 1)
-            notes, token_ids = [*notes, reserve], with_notice
-    cost = len(token_ids) + opening
+            episode.guardrails.check_cost(thread, len(with_notice) + len(after_notice), 1)
+            notes, token_ids, opening = noticed, with_notice, after_notice
+    cost = len(token_ids) + len(opening)
     try:
         episode.guardrails.check_cost(thread, cost, 1)
     except BudgetExhausted:
@@ -122,7 +127,18 @@ async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan
     thread.exhausted = None
     in_reserve = thread.reserve_noted or reserve is not None
     limit = episode.guardrails.sampling_limit(thread, cost, in_reserve=in_reserve)
-    return _Plan(notes=notes, token_ids=token_ids, tools=tools, sampling_limit=limit)
+    return _Plan(
+        notes=notes, token_ids=token_ids, opening=opening, tools=tools, sampling_limit=limit
+    )
+
+
+def _opening(episode: Episode, thread: Thread, notes: Sequence[Note]) -> tuple[int, ...]:
+    if notes:
+        before: Role = notes[-1].message.role
+    else:
+        # Nothing new: behind its own last turn, or behind a note that was appended alone.
+        before = "assistant" if thread.head is thread.steps[-1].turn else "tool"
+    return episode.service.chat.opening(before)
 
 
 async def _render(
@@ -169,7 +185,7 @@ async def _sample(
     with engine_errors(episode):
         events = service.engine.generate(
             parent,
-            service.chat.generation_prompt,
+            plan.opening,
             dataclasses.replace(request.sampling, max_tokens=max_tokens),
             stop_token_ids=service.chat.stop_token_ids,
             policy_version=version,
@@ -199,14 +215,13 @@ async def _demonstrate(
             remedy="shorten it, or open the episode with a higher thread_budget",
             episode_id=episode.episode_id,
         )
-    opening = chat.generation_prompt
     cursor = await extend(
         episode,
         parent,
-        (*opening, *reply),
+        (*plan.opening, *reply),
         parent.mounts,
         version,
-        score_from=len(opening),
+        score_from=len(plan.opening),
     )
     emit(
         TokenDelta(
@@ -222,7 +237,10 @@ def _without_leaf(episode: Episode, turn: Cursor) -> Cursor:
     """The turn without a sampled stop id that does not open the terminator."""
     chat = episode.service.chat
     last = turn.token_ids[-1]
-    if last not in chat.stop_token_ids or last == chat.terminator[0] or not turn.sampled[-1]:
+    if last not in chat.stop_token_ids or chat.keeps(last) or not turn.sampled[-1]:
+        return turn
+    if len(turn.token_ids) == 1:
+        # Nothing opened the turn and nothing else was sampled: without it there is no turn.
         return turn
     return child_cursor(
         turn.parent,
@@ -255,11 +273,10 @@ def _commit(
         episode.add_node(thread, before, observation, kind_of(plan.notes))
     before.took(plan.notes)
     thread.pending.clear()
-    terminator = episode.service.chat.terminator
-    stopped = turn.sampled[-1] and turn.token_ids[-1] == terminator[0]
+    last = turn.token_ids[-1] if turn.sampled[-1] else None
     step = before if before.awaits_turn else thread.begin_step()
     step.turn = turn
-    step.turn_due = thread.due = terminator[1:] if stopped else terminator
+    step.turn_due = thread.due = episode.service.chat.ending(last)
     thread.num_turns += 1
     demonstrated = request.demonstration is not None
     kind = NodeKind.DEMONSTRATION if demonstrated else NodeKind.TURN

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import SamplingOptions
-from rollout_service.chat import ChatML
+from rollout_service.chat import ChatRenderer
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Engine, Generated, SampledToken
 from rollout_service.engine.dry import DRY_INFO, DryEngine
@@ -37,7 +37,7 @@ class ScriptedEngine(DryEngine):
     A turn whose script is None yields one token a centisecond, without end.
     """
 
-    def __init__(self, chat: ChatML, script: Script, *, max_positions: int = 1 << 20) -> None:
+    def __init__(self, chat: ChatRenderer, script: Script, *, max_positions: int = 1 << 20) -> None:
         super().__init__(info=replace(DRY_INFO, max_positions=max_positions))
         self.running_turns = 0
         self.seen: list[str] = []
@@ -105,7 +105,7 @@ class Running:
 @contextlib.asynccontextmanager
 async def running(
     engine: Engine,
-    chat: ChatML,
+    chat: ChatRenderer,
     *,
     options: SessionOptions | None = None,
     **server: Any,
@@ -130,7 +130,7 @@ async def scripted(
     **server: Any,
 ) -> AsyncIterator[Running]:
     """Serve a model that follows `script`."""
-    chat = ChatML(chat_tokenizer(), preamble="compact")
+    chat = ChatRenderer(chat_tokenizer(), preamble="compact")
     engine = ScriptedEngine(chat, script, max_positions=max_positions)
     async with running(engine, chat, options=options, **server) as service:
         yield service

@@ -13,7 +13,7 @@ from harness_sdk.cli.demo.task import DEMO_PRIMITIVES, draw_tasks
 from harness_sdk.cli.demo.teacher import Script, play
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import Message, SamplingOptions, Turn
-from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.chat import ChatRenderer, ChatTokenizer
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.sessions import Call, OpenRequest, Sessions
 
@@ -52,7 +52,9 @@ async def test_shipped_model_copies_numbers_out_of_prompts_mounts_and_answers() 
     engine = TransformersEngine(str(MODEL), detokenize=tokenizer.decode)
     await engine.start()
     try:
-        sessions = _CopyingSessions(engine, ChatML(tokenizer, preamble="compact"), _Forgetful())
+        sessions = _CopyingSessions(
+            engine, ChatRenderer(tokenizer, preamble="compact"), _Forgetful()
+        )
         sessions.copied = []
         for task in islice(draw_tasks(20_261), 4):
             request = OpenRequest(task_id=task.task_id, primitives=DEMO_PRIMITIVES)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness_sdk import OctopusClient
 from harness_sdk.types import ServerStatus
-from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.chat import ChatRenderer, ChatTokenizer
 from rollout_service.engine.transformers import TransformersEngine
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.service.sdk_service import running
@@ -45,7 +45,7 @@ async def test_killed_client_returns_threads_pages_and_slots_within_five_seconds
     tokenizer = ChatTokenizer.load(save_chat_tokenizer(tmp_path / "tokenizer"))
     engine = TransformersEngine(str(model_folder("qwen3_5")), detokenize=tokenizer.decode)
     async with (
-        running(engine, ChatML(tokenizer, preamble="compact")) as service,
+        running(engine, ChatRenderer(tokenizer, preamble="compact")) as service,
         OctopusClient.connect(service.address) as client,
     ):
         baseline = await client.status()

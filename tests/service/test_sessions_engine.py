@@ -101,7 +101,7 @@ async def test_a_leaf_is_cut_off_and_nothing_is_computed_again(chat_folder: Path
     engine = load(chat_folder)
     await engine.start()
     bench = Bench(engine=engine)
-    end_of_text = next(iter(CHAT.stop_token_ids - {CHAT.tokenizer.im_end}))
+    end_of_text = next(iter(CHAT.stop_token_ids - {CHAT.terminator[0]}))
     await bench.open(primitives=(), limits=Limits(max_turns=200))
     await bench.say()
     leaf, before = None, engine.stats()

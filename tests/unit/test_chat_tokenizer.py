@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from harness_sdk.errors import ConfigError
-from rollout_service.chat.tokenizer import ChatTokenizer, TextStream, Trust
+from rollout_service.chat.tokenizer import BARRIER, ChatTokenizer, TextStream
 from tests.chat_tokenizers import (
     CONTROL,
     MARKERS,
@@ -23,9 +24,13 @@ TOKENIZER = chat_tokenizer()
 ADDED = set(chat_tokenizer_file().get_added_tokens_decoder())
 
 
+def content(text: str) -> tuple[int, ...]:
+    return TOKENIZER.encode(TOKENIZER.guard(text))
+
+
 def test_template_text_becomes_control_tokens() -> None:
-    ids = TOKENIZER.encode([("<|im_start|>user\n", Trust.TEMPLATE)])
-    assert ids[0] == TOKENIZER.im_start
+    ids = TOKENIZER.encode("<|im_start|>user\n")
+    assert ids[0] == TOKENIZER.added_ids["<|im_start|>"]
     assert TOKENIZER.decode(ids) == "<|im_start|>user\n"
 
 
@@ -34,50 +39,77 @@ def test_template_text_becomes_control_tokens() -> None:
 )
 def test_content_never_becomes_control_tokens(parts: list[str]) -> None:
     text = "".join(parts)
-    ids = TOKENIZER.encode([("a", Trust.TEMPLATE), (text, Trust.CONTENT), ("|>", Trust.TEMPLATE)])
+    ids = TOKENIZER.encode(f"a{TOKENIZER.guard(text)}|>")
     assert not ADDED & set(ids)
     assert TOKENIZER.decode(ids) == f"a{text}|>"
+    assert TOKENIZER.encode_plain(f"a{text}|>") == ids
 
 
-def test_a_control_token_split_over_fragments_stays_text() -> None:
-    ids = TOKENIZER.encode([("<|im", Trust.TEMPLATE), ("_end|>", Trust.CONTENT)])
-    assert TOKENIZER.im_end not in ids
+@pytest.mark.parametrize("cut", range(1, len("<|im_end|>")))
+@pytest.mark.parametrize("space", ["", " \n"])
+def test_a_control_token_split_over_content_and_template_stays_text(cut: int, space: str) -> None:
+    before, after = "<|im_end|>"[:cut], "<|im_end|>"[cut:]
+    for left, right in (
+        (before, TOKENIZER.guard(f"{after}{space}").rstrip()),
+        (TOKENIZER.guard(f"{space}{before}").lstrip(), after),
+        (TOKENIZER.guard(before), TOKENIZER.guard(after)),
+    ):
+        ids = TOKENIZER.encode(left + right)
+        assert TOKENIZER.added_ids["<|im_end|>"] not in ids
+        assert TOKENIZER.decode(ids) == "<|im_end|>"
 
 
-def test_a_reply_keeps_markers_but_no_turn_end() -> None:
-    ids = TOKENIZER.encode([("<tool_call>x<|im_end|><|endoftext|><|im_start|>", Trust.REPLY)])
+def test_overlapping_control_tokens_in_content_stay_text() -> None:
+    tokenizer = ChatTokenizer(chat_tokenizer_file(control=("<ab>", "b><c>", "<|im_end|>")))
+    ids = tokenizer.encode(tokenizer.guard("<ab><c>"))
+    assert not set(tokenizer.added_ids.values()) & set(ids)
+    assert tokenizer.decode(ids) == "<ab><c>"
+
+
+def test_only_the_named_tokens_are_kept_out_of_a_reply() -> None:
+    text = "<tool_call>x<|im_end|><|endoftext|><|im_start|>"
+    ids = TOKENIZER.encode(TOKENIZER.guard(text, CONTROL))
     assert ids[0] in ADDED
-    assert not {TOKENIZER.im_start, *TOKENIZER.stop_token_ids} & set(ids)
-    assert TOKENIZER.decode(ids) == "<tool_call>x<|im_end|><|endoftext|><|im_start|>"
+    assert not {TOKENIZER.added_ids[name] for name in CONTROL} & set(ids)
+    assert TOKENIZER.decode(ids) == text
 
 
-def test_neighbouring_fragments_merge_as_one_text() -> None:
-    whole = TOKENIZER.encode([(" the", Trust.CONTENT)])
-    assert TOKENIZER.encode([(" t", Trust.TEMPLATE), ("he", Trust.CONTENT)]) == whole
-    assert len(whole) == 1
+def test_content_and_template_merge_as_one_text() -> None:
+    assert TOKENIZER.encode(" t" + TOKENIZER.guard("he")) == content(" the")
+    assert len(content(" the")) == 1
 
 
-def test_a_lone_surrogate_is_encoded_as_a_replacement() -> None:
-    assert TOKENIZER.decode(TOKENIZER.encode([("a\ud800b", Trust.CONTENT)])) == "a?b"
+def test_no_character_of_a_message_is_a_barrier() -> None:
+    text = "a\ud800b\ue000c" + BARRIER
+    assert TOKENIZER.decode(content(text)) == "a?b\ue000c?"
+    assert TOKENIZER.decode(TOKENIZER.encode_plain("a\ud800b")) == "a?b"
 
 
-def test_stop_ids_are_the_turn_end_and_the_text_end() -> None:
-    names = chat_tokenizer_file().get_added_tokens_decoder()
-    assert {names[i].content for i in TOKENIZER.stop_token_ids} == {"<|im_end|>", "<|endoftext|>"}
+def test_a_tokenizer_that_marks_the_start_of_a_text_sees_one_start() -> None:
+    file = chat_tokenizer_file()
+    file.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(replacement="Z", prepend_scheme="first"), file.pre_tokenizer]
+    )
+    tokenizer = ChatTokenizer(file)
+    text = "a<|im_end|>b"
+    assert tokenizer.encode(text, begins=True) == tokenizer.encode_whole(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode_whole(text)) == f"Z{text}"
 
 
-def test_a_tokenizer_without_chatml_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"missing <\|im_end\|>.*ChatML"):
-        ChatTokenizer(chat_tokenizer_file(control=("<|im_start|>",)))
+def test_the_end_of_text_ends_a_reply() -> None:
+    assert TOKENIZER.eos_token_ids == {TOKENIZER.added_ids["<|endoftext|>"]}
 
 
 def test_a_folder_is_loaded_with_its_eos_ids(tmp_path: Path) -> None:
     folder = save_chat_tokenizer(tmp_path)
     marker = chat_tokenizer_file().token_to_id("</tool_call>")
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [65, marker]}))
+    settings = {"eos_token": {"content": "</think>", "lstrip": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = ChatTokenizer.load(folder)
-    assert marker in tokenizer.stop_token_ids
-    assert 65 not in tokenizer.stop_token_ids, "a plain byte must not end a turn"
+    assert {marker, tokenizer.added_ids["</think>"]} <= tokenizer.eos_token_ids
+    assert 65 not in tokenizer.eos_token_ids, "a plain byte must not end a turn"
 
 
 def test_a_folder_without_tokenizer_is_refused_with_its_path(tmp_path: Path) -> None:
@@ -90,7 +122,7 @@ def test_a_folder_without_tokenizer_is_refused_with_its_path(tmp_path: Path) -> 
 
 @given(st.text(max_size=40))
 def test_a_stream_of_text_gives_whole_characters(text: str) -> None:
-    ids = TOKENIZER.encode([(text, Trust.CONTENT)])
+    ids = content(text)
     stream = TextStream(TOKENIZER)
     deltas = [stream.push(token) for token in ids]
     assert "".join(deltas) + stream.finish() == TOKENIZER.decode(ids)

@@ -125,7 +125,7 @@ async def test_strips_mark_copied_and_guessed_digits_and_redraw_them_alike(
     strip = corpus.record_strip(service, record, task, script)
     # `a` answers with the code; `b` tries its guess.
     assert [(strip.role == role).sum() for role in (COPIED, GUESSED)] == [3, 3]
-    digits = [service.tokenizer.encode([(str(d), corpus.Trust.CONTENT)])[0] for d in range(10)]
+    digits = [service.tokenizer.encode_plain(str(d))[0] for d in range(10)]
     save_strips(tmp_path / "episodes.npz", [strip], digits)
     data = Episodes(tmp_path / "episodes.npz", "cpu")
     batch, _, _ = data.draw(torch.tensor([0]), torch.Generator().manual_seed(4))

@@ -11,7 +11,7 @@ import pytest
 from harness_sdk.record import record_to_bytes
 from harness_sdk.records_file import write_records
 from harness_sdk.trajectories.tokenizers import ByteTokenizer, FileTokenizer
-from rollout_service.chat import ChatML, ChatTokenizer
+from rollout_service.chat import ChatRenderer, ChatTokenizer
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.records import small_record
 from trainer_service.config import BatchOptions
@@ -90,7 +90,7 @@ def test_records_of_one_run_share_their_template() -> None:
 
 def test_preamble_of_a_replica_is_part_of_its_template(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer.load(save_chat_tokenizer(tmp_path))
-    full, compact = (ChatML(tokenizer, preamble=p).template_hash for p in ("full", "compact"))
+    full, compact = (ChatRenderer(tokenizer, preamble=p).template_hash for p in ("full", "compact"))
     origin = Origin.of_folder(tmp_path)
     origin.check(_record("a", tokenizer.digest, full))
     with pytest.raises(RefusedRecord, match="another chat template"):

@@ -143,8 +143,8 @@ def check_terminators(record: EpisodeRecord, node: Node) -> None:
     ids: list[int] = []
     for each in sorted(path_ids(record, node)):
         ids += record.nodes[each].token_ids
-    starts = ids.count(CHAT.tokenizer.im_start)
-    assert starts == ids.count(CHAT.tokenizer.im_end)
+    starts = ids.count(CHAT.generation_prompt[0])
+    assert starts == ids.count(CHAT.terminator[0])
     assert CHAT.tokenizer.decode(ids).count("<|im_end|>\n<|im_start|>") == starts - 1
 
 

@@ -28,7 +28,7 @@ from rollout_service.sessions.replies import TurnReply
 from rollout_service.sessions.turns import TurnRequest, take_turn
 from tests.session_cases import CHAT, LOOK, Bench, ScriptedEngine, path_text, text, tool_call
 
-IM_END = CHAT.tokenizer.im_end
+IM_END = CHAT.terminator[0]
 ENDOFTEXT = next(iter(CHAT.stop_token_ids - {IM_END}))
 USER = [Message(role="user", content="hi")]
 TOOL = [Message(role="tool", content="4 hits")]

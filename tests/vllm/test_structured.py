@@ -36,7 +36,9 @@ async def constrained(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     tokenizer = ChatTokenizer.load(folder)
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(config | {"eos_token_id": tokenizer.im_end}))
+        (folder / name).write_text(
+            json.dumps(config | {"eos_token_id": tokenizer.added_ids["<|im_end|>"]})
+        )
     async for served in serve(
         root, "granitemoehybrid", async_scheduling=True, detokenize=tokenizer.decode
     ):
@@ -65,11 +67,11 @@ async def constrained_turn(
         parent,
         max_tokens,
         seed=3,
-        stop_token_ids=frozenset({tokenizer.im_end}),
+        stop_token_ids=frozenset({tokenizer.added_ids["<|im_end|>"]}),
         structured=StructuredOutput(**constraint),
     )
     assert turn.finish_reason == "stop"
-    assert turn.cursor.token_ids[-1] == tokenizer.im_end
+    assert turn.cursor.token_ids[-1] == tokenizer.added_ids["<|im_end|>"]
     return turn.cursor, tokenizer.decode(turn.cursor.token_ids[3:-1])
 
 

@@ -1,0 +1,179 @@
+"""A model's jinja chat template: where it is found and how it is rendered.
+
+Gives templates what transformers gives them; knows nothing of turns and increments.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from harness_sdk.errors import ConfigError, InvalidRequest
+
+_CHATML = Path(__file__).with_name("chatml.jinja")
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_SURROGATE = r"\ud800-\udfff"
+_NOT_ASCII = re.compile(f"[^\x00-\x7f{_SURROGATE}]")
+
+
+class Template:
+    """A compiled chat template.
+
+    Args:
+        source: The jinja text.
+        special_tokens: What `bos_token`, `eos_token` and the like stand for.
+
+    Raises:
+        ConfigError: The text is no jinja template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        # Frozen: a date that changed at midnight would change every prefix.
+        now = datetime.datetime.now()
+        environment = _environment()
+        environment.globals["strftime_now"] = now.strftime
+        environment.globals["raise_exception"] = _raise
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                "the chat template is no jinja template",
+                value=str(error),
+                remedy="check the model's chat_template.jinja",
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        generation_prompt: bool = False,
+    ) -> str:
+        """Text of a whole conversation.
+
+        Args:
+            messages: In OpenAI's form; this template may change them.
+            tools: Function schemas; none is not the same as an empty list to some templates.
+            generation_prompt: Whether the text ends with the opening of a model's turn.
+
+        Raises:
+            InvalidRequest: The template refuses the messages or fails.
+        """
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                **self.special_tokens,
+            )
+        # A template is a program of others: it may raise whatever Python can.
+        except Exception as error:
+            raise InvalidRequest(
+                "the chat template refuses these messages",
+                value=f"{type(error).__name__}: {error}"[:300],
+                remedy="order the messages as the model's template asks for",
+            ) from error
+
+
+def load_template(folder: str | Path) -> Template:
+    """The template of a Hugging Face folder; ChatML where it has none.
+
+    Raises:
+        ConfigError: A file of the folder cannot be read, or the template is no jinja.
+    """
+    folder = Path(folder)
+    settings = _json_object(folder / "tokenizer_config.json")
+    tokens = special_tokens(settings, _json_object(folder / "special_tokens_map.json"))
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return Template(file.read_text("utf-8"), tokens)
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        # A model's variant for tools comes first: its primitives are tools.
+        named = {each["name"]: each["template"] for each in found}
+        found = named.get("tool_use") or named.get("default")
+    return Template(found, tokens) if isinstance(found, str) else chatml()
+
+
+def chatml() -> Template:
+    """For models without a template: ChatML, whose system message lists the tools."""
+    return Template(_CHATML.read_text("utf-8"))
+
+
+def special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like of tokenizer settings, the first that names each."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        for each in settings:
+            token = each.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError("a tokenizer file is no JSON", value=path) from error
+    return found if isinstance(found, dict) else {}
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}`, which marks a model's turns for training: its body, as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    # Not the immutable sandbox that transformers uses: some templates append to their own lists.
+    # Nothing of ours is at stake, since each rendering gets its own messages.
+    environment = jinja2.sandbox.SandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    # Lone surrogates pass: they are this package's own marks, never text.
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match.group())[1:-1]
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
