@@ -12,6 +12,7 @@ from typing import Any
 
 from harness_sdk.errors import ConfigError
 from harness_sdk.types import Message, Role, ToolSchemas
+from rollout_service.chat.calls import family_of
 from rollout_service.chat.increments import CallForm, Increments, as_rendered
 from rollout_service.chat.proof import probe
 from rollout_service.chat.template import Template, chatml
@@ -48,6 +49,8 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.preamble: Preamble = preamble
         self.probed = probe(template)
+        self.call_format = family_of(template.source)
+        """How the model writes tool calls: a family of `chat.calls`."""
         self._template = template
         self._shape = shape = self.probed.shape
         self._increments = Increments(template, shape)

@@ -19,9 +19,9 @@ from harness_sdk.types import (
     ToolSchemas,
     Turn,
 )
-from rollout_service.chat.hermes import ParsedReply, parse_reply
+from rollout_service.chat.calls import ParsedReply, opens_reasoning, parse_reply
 from rollout_service.chat.tokenizer import TextStream
-from rollout_service.chat.tools import parse_tools, static_schemas
+from rollout_service.chat.tools import PRIMITIVE_SCHEMAS, parse_tools, static_schemas
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Generated, SampledToken
 from rollout_service.sessions.appending import engine_errors, extend, kind_of, render
@@ -292,13 +292,14 @@ def _commit(
             sampled_logprobs=sampled.sampled_logprobs[-1:],
         )
         episode.add_node(thread, step, leaf, kind, temperature=temperature, on_path=False)
-    return _reply(episode, thread, request, step, sampled, finish)
+    return _reply(episode, thread, request, plan, step, sampled, finish)
 
 
 def _reply(
     episode: Episode,
     thread: Thread,
     request: TurnRequest,
+    plan: _Plan,
     step: Step,
     sampled: Cursor,
     finish: FinishReason,
@@ -308,7 +309,14 @@ def _reply(
     ended_by_id = bool(ids) and ids[-1] in chat.stop_token_ids
     raw = chat.tokenizer.decode(ids[:-1] if ended_by_id else ids)
     stops = () if request.demonstration is not None else request.sampling.stop
-    parsed = parse_reply(_before_stop(raw, stops), step=step.number)
+    opening = chat.tokenizer.decode(plan.opening)
+    parsed = parse_reply(
+        _before_stop(raw, stops),
+        family=chat.call_format,
+        step=step.number,
+        tools=[*episode.tools, *(PRIMITIVE_SCHEMAS[name] for name in episode.request.primitives)],
+        in_reasoning=opens_reasoning(opening, family=chat.call_format),
+    )
     step.summary = _summary(parsed)
     ended = episode.guardrails.after_turn(thread, parsed.tool_calls)
     if ended is not None:
