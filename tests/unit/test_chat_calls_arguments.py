@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.chat.calls import parse_reply
@@ -82,6 +82,7 @@ _TYPES: dict[str, st.SearchStrategy[Any]] = {
 
 @pytest.mark.parametrize("form", ["qwen_xml", "glm"])
 @pytest.mark.parametrize("kind", _TYPES)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_any_value_of_its_type_comes_back(form: str, kind: str, data: st.DataObject) -> None:
     value = data.draw(_TYPES[kind])

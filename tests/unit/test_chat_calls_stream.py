@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.chat.calls import (
@@ -98,6 +98,7 @@ def cut_at(raw: str, cuts: Iterable[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=60)
 @given(
     data=st.data(), cuts=st.lists(st.integers(0, 10_000), max_size=8), in_reasoning=st.booleans()
 )
