@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -116,22 +117,29 @@ def _coerce_scalar(value: Any, annotation: Any, where: str) -> Any:
     if annotation is bool and value in ("true", "True", "false", "False"):
         return value in ("true", "True")
     fits = isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))
-    if fits:
+    if fits and not (isinstance(value, float) and not math.isfinite(value)):
         return value
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _as_float(value, where)
     if annotation is int and isinstance(value, float) and value.is_integer():
         return int(value)
     raise _mismatch(value, _SCALARS[annotation], where)
 
 
 def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    """The number that `text` is, as JSON writes one."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else text
+
+
+def _as_float(value: int, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise _mismatch(value, "number that a float can hold", where) from None
 
 
 def _pick(value: Any, options: Mapping[Any, Any], where: str) -> Any:
@@ -199,9 +207,12 @@ def _coerce_object(value: Any, annotation: Any, where: str) -> Any:
             value=", ".join([*(f"no {name}" for name in missing), *unknown]),
             limit=", ".join(known),
         )
-    return annotation(
-        **{name: coerce(item, hints[name], f"{where}.{name}") for name, item in given.items()}
-    )
+    values = {name: coerce(item, hints[name], f"{where}.{name}") for name, item in given.items()}
+    try:
+        return annotation(**values)
+    except (TypeError, ValueError) as error:
+        # A check of the dataclass's own.
+        raise InvalidRequest(f"{where} is refused: {error}") from error
 
 
 def _is_required(each: Any) -> bool:
@@ -213,7 +224,7 @@ def _parsed(value: Any, opening: str) -> Any:
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 

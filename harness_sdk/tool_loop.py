@@ -253,7 +253,7 @@ class _ThreadLoop:
         tool = self._loop.tools.get(call.name)
         if tool is None:
             known = [*self._loop.tools, *self._thread.primitives]
-            raise _Observed(f"unknown tool `{call.name}`; allowed: {', '.join(known)}")
+            raise _Observed(f"unknown tool `{call.name:.100}`; allowed: {', '.join(known)}")
         budget = self._thread.budget
         if budget is not None and budget.reserve_reached and "done" in self._thread.primitives:
             raise _Observed(f"the answer reserve is reached: no {call.name}; call done")

@@ -109,13 +109,14 @@ class Tool:
         for name in arguments:
             if name not in known:
                 raise InvalidRequest(
-                    f"{self.name} has no argument `{name}`", limit=", ".join(known) or "none"
+                    f"{self.name} has no argument `{name:.100}`", limit=", ".join(known) or "none"
                 )
         for parameter in self.parameters:
             if parameter.required and parameter.name not in arguments:
                 raise InvalidRequest(
                     f"{self.name} needs the argument `{parameter.name}`",
                     value=", ".join(arguments) or "no arguments",
+                    limit=", ".join(known),
                 )
         return {
             name: coerce(value, known[name].annotation, f"argument `{name}` of {self.name}")

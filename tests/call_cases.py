@@ -118,6 +118,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("hermes", '<tool_call>{"a": "\n"}</tool_call>', "control character"),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "'N'"),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogate"),
+    ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "too large"),
     ("hermes", '<tool_call>{"name": ' + "[" * 100_000, "nested too deeply"),
     ("hermes", '<tool_call>{"name": ' + "9" * 5_000 + "}</tool_call>", "no valid JSON"),
     ("qwen_xml", "<tool_call>\n</tool_call>", "<function=NAME> is missing"),

@@ -96,6 +96,9 @@ async def test_calls_run_in_order_and_their_results_are_told(
     [
         (call("", {}, error="no JSON at byte 9"), "no JSON at byte 9"),
         (call("doubel", {"x": 1}), "unknown tool `doubel`; allowed: double, fork"),
+        (call("d" * 9_000, {}), f"unknown tool `{'d' * 100}`; allowed: double, fork"),
+        (call("double", {"x": 1, "y" * 9_000: 1}), f"no argument `{'y' * 100}`; allowed: x"),
+        (call("double", {"x": 1e400}), "has the wrong type; got Infinity"),
         (call("double", {"x": "one"}), 'argument `x` of double has the wrong type; got "one"'),
         (call("double", {}), "needs the argument `x`"),
         (call("fork", {"branches": ["a"]}), "fork.branches has the wrong type"),

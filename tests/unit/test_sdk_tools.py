@@ -27,6 +27,13 @@ class Page:
     number: int = 1
 
 
+@dataclass
+class Numbered(Page):
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError("pages count from 1")
+
+
 async def search(
     query: str,
     k: int = 5,
@@ -146,6 +153,14 @@ def test_spelling_that_loses_nothing_is_coerced(value: Any, annotation: Any, exp
         ([1], int | str),
         ({"number": 1}, Page),
         ({"doc": "d", "page": 1}, Page),
+        ({"doc": "d", "number": 0}, Numbered),
+        ("1_0", int),
+        ("٣", int),
+        ("9" * 5_000, int),
+        (10**400, float),
+        ("nan", float),
+        (float("inf"), float),
+        ("[" * 100_000, list[int]),
     ],
 )
 def test_wrong_type_is_refused_with_name_and_value(value: Any, annotation: Any) -> None:
@@ -172,8 +187,8 @@ def test_refusal_names_argument_type_and_value() -> None:
 
 def test_missing_and_unknown_arguments_are_named() -> None:
     tool = Tool.from_function(search)
-    with pytest.raises(InvalidRequest, match="needs the argument `query`"):
-        tool.bind({})
+    with pytest.raises(InvalidRequest, match="needs the argument `query`; got k; allowed: q"):
+        tool.bind({"k": 1})
     with pytest.raises(InvalidRequest, match="no argument `limit`; allowed: query, k, mode"):
         tool.bind({"query": "a", "limit": 3})
 

@@ -130,9 +130,11 @@ class Call:
             Fault: The arguments cannot be sent on.
         """
         try:
-            json.dumps(arguments, ensure_ascii=False).encode()
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
             raise Fault("the arguments hold half of a surrogate pair") from error
+        except ValueError as error:
+            raise Fault("the arguments hold a number that is too large") from error
         self._end(arguments, "")
 
     def fail(self, fault: Fault) -> None:
