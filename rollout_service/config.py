@@ -96,6 +96,17 @@ class ServerOptions(Options):
     """Seconds that running calls have at a stop."""
 
 
+class OpenAIOptions(Options):
+    """The OpenAI-compatible endpoint; its host, token and TLS are the server's."""
+
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the HTTP endpoint; unset serves none, 0 takes a free one."""
+    idle_s: float = Field(default=3600.0, gt=0)
+    """Seconds without a request after which a session is closed without a reward."""
+    max_threads: int = Field(default=100, ge=0)
+    """Branches of a session: an agent that edits its history needs one for each edit."""
+
+
 class LimitOptions(Options):
     """Defaults and guardrails of an episode (design.md section 4)."""
 
@@ -160,6 +171,7 @@ class RolloutConfig(Options):
     model: ModelOptions = ModelOptions()
     engine: EngineOptions = EngineOptions()
     server: ServerOptions = ServerOptions()
+    openai: OpenAIOptions = OpenAIOptions()
     limits: LimitOptions = LimitOptions()
     redis: RedisOptions = RedisOptions()
     mqtt: MqttOptions = MqttOptions()

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import signal
+import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -24,6 +25,9 @@ from rollout_service.engine.base import Engine
 from rollout_service.server import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
+
+if TYPE_CHECKING:
+    from rollout_service.openai import RunningOpenAI
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class RolloutService:
 
     Attributes:
         address: `host:port` that the server is bound to, once entered.
+        openai_address: The same of the OpenAI endpoint; empty where there is none.
         sessions: The replica's episodes, once entered.
         adapters: The versions that it serves, once entered.
     """
@@ -60,6 +65,7 @@ class RolloutService:
         self._config = config
         self._exit = contextlib.AsyncExitStack()
         self.address = ""
+        self.openai_address = ""
         self.sessions: Sessions
         self.adapters: Adapters
         self._stream: EpisodeStream | None = None
@@ -122,6 +128,12 @@ class RolloutService:
             newest_version=self.adapters.newest,
             loaded_versions=lambda: self.adapters.state.versions,
         )
+        if config.openai.port is not None:
+            endpoint = await _open_openai(config, config.openai.port, self.sessions)
+            # Stopped after the server, which closes the episodes and so ends the requests.
+            self._exit.push_async_callback(endpoint.stop)
+            self.openai_address = endpoint.address
+            logger.info("OpenAI endpoint at %s", endpoint.url)
         server = await _open_server(config, self.sessions)
         self._exit.push_async_callback(self._stop_server, server)
         self.address = server.address
@@ -274,6 +286,42 @@ async def _open_server(config: RolloutConfig, sessions: Sessions) -> RunningServ
         auth_token=server.token.get_secret_value() if server.token is not None else None,
         tls=await asyncio.to_thread(_server_credentials, config),
     )
+
+
+async def _open_openai(config: RolloutConfig, port: int, sessions: Sessions) -> RunningOpenAI:
+    from rollout_service.openai import serve_openai
+
+    server = config.server
+    return await serve_openai(
+        sessions,
+        host=server.host,
+        port=port,
+        max_body_bytes=server.max_message_bytes,
+        auth_token=server.token.get_secret_value() if server.token is not None else None,
+        tls=await asyncio.to_thread(_ssl_context, config),
+        max_threads=config.openai.max_threads,
+        idle_s=config.openai.idle_s,
+        grace_s=server.grace_s,
+    )
+
+
+def _ssl_context(config: RolloutConfig) -> ssl.SSLContext | None:
+    server = config.server
+    if server.tls_cert is None or server.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(server.tls_cert, server.tls_key)
+        if server.tls_client_ca is not None:
+            context.load_verify_locations(server.tls_client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ConfigError(
+            "cannot use the TLS files for the OpenAI endpoint",
+            value=f"{server.tls_cert}, {server.tls_key}, {server.tls_client_ca}",
+            remedy=f"check them: {error}",
+        ) from error
+    return context
 
 
 def _server_credentials(config: RolloutConfig) -> grpc.ServerCredentials | None:

@@ -214,6 +214,7 @@ def _rollout_settings(config: StackConfig) -> dict[str, Any]:
             "replica_id": "replica-0",
             "model": {"path": str(config.model)},
             "server": {"host": "127.0.0.1", "port": config.port},
+            "openai": {"port": config.openai_port},
         },
         config.rollout,
     )

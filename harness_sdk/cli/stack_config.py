@@ -27,6 +27,8 @@ class StackConfig(BaseModel):
     """Bearer token that the rollout service asks for."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the rollout service; 0 takes a free one."""
+    openai_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the rollout service's OpenAI-compatible endpoint; unset serves none."""
     with_rollout: bool = True
     """Start the rollout service."""
     with_trainer: bool = True

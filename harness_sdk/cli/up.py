@@ -59,11 +59,17 @@ async def _up(config: StackConfig) -> int:
 
 
 async def _serve(config: StackConfig) -> None:
+    openai_port = config.openai_port
     async with LocalStack(config) as stack:
         lines = [
             f"redis    {masked_url(stack.redis_url)}",
             f"mqtt     {masked_url(stack.mqtt_url)}",
             *([f"rollout  {stack.address}"] if stack.address else []),
+            *(
+                [f"openai   http://127.0.0.1:{openai_port}/v1"]
+                if stack.address and openai_port
+                else []
+            ),
             f"logs     {', '.join(str(stack.log_path(name)) for name in stack.processes)}",
             f"run      {config.run}; Ctrl-C stops everything",
         ]

@@ -18,7 +18,7 @@ from harness_sdk.errors import (
     ThreadNotFound,
 )
 from harness_sdk.record import NodeKind
-from harness_sdk.types import ROOT_THREAD, Budget, StopReason, ThreadStatus, ToolSchemas
+from harness_sdk.types import ROOT_THREAD, Budget, StopReason, ThreadStatus
 from rollout_service.background import Background
 from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.cursors import Cursor
@@ -80,8 +80,6 @@ class Episode:
         self.nodes: list[NodeEntry] = []
         self.num_tokens = 0
         """Appended so far, what was rewound included."""
-        self.tools: ToolSchemas = ()
-        """The agent's tools, as the first prompt listed them."""
         self.holder = 0
         """Number of the call whose client keeps the episode open."""
         self.closing: StopReason | None = None

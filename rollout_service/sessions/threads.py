@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness_sdk.record import NodeKind
-from harness_sdk.types import Message, StepSummary, ThreadStatus
+from harness_sdk.types import Message, Role, StepSummary, ThreadStatus, ToolSchemas
 from rollout_service.cursors import Cursor, Mount
 
 _SUMMARY_CHARS = 80
@@ -100,6 +100,8 @@ class Thread:
         head_id: Number of its first state.
         policy_version: Version that its first turn runs under.
         inherited: Branches that the shared prefix has introduced as readable.
+        fork_step: Step of the parent that it forks from; None is the parent's last.
+        role_before: Role of the message that its base ends with.
     """
 
     def __init__(
@@ -112,17 +114,23 @@ class Thread:
         head_id: int,
         policy_version: int,
         inherited: frozenset[str] = frozenset(),
+        fork_step: int | None = None,
+        role_before: Role = "tool",
     ) -> None:
         self.thread_id = thread_id
         self.parent = parent
-        self.fork_step = parent.steps[-1].number if parent is not None else 0
+        last = parent.steps[-1].number if parent is not None else 0
+        self.fork_step = last if fork_step is None else fork_step
         """Step of the parent that forked it; rewinding the parent to an earlier one ends it."""
-        before_turn = parent is not None and parent.steps[-1].awaits_turn
+        before_turn = fork_step is None and parent is not None and parent.steps[-1].awaits_turn
         self.first_unseen_step = self.fork_step + (0 if before_turn else 1)
         """First step of the parent that its prefix does not hold."""
         self.depth = parent.depth + 1 if parent is not None else 0
         self.children: list[Thread] = []
         self.base = base
+        self.role_before: Role = role_before
+        self.tools: ToolSchemas = parent.tools if parent is not None else ()
+        """The agent's tools, as the first prompt of its root listed them."""
         self.due = due
         self.head_id = head_id
         self.policy_version = policy_version

@@ -19,7 +19,7 @@ from harness_sdk.types import (
     ToolSchemas,
     Turn,
 )
-from rollout_service.chat.calls import ParsedReply, opens_reasoning, parse_reply
+from rollout_service.chat.calls import ParsedReply, ReplyStream, opens_reasoning
 from rollout_service.chat.tokenizer import TextStream
 from rollout_service.chat.tools import PRIMITIVE_SCHEMAS, parse_tools, static_schemas
 from rollout_service.cursors import Cursor, child_cursor
@@ -98,6 +98,18 @@ async def take_turn(
     return _commit(episode, thread, request, plan, observation, kept, turn, finish)
 
 
+def reply_stream(episode: Episode, thread: Thread, request: TurnRequest) -> ReplyStream:
+    """What takes the reply to `request` apart while it is sampled, as the turn does in the end."""
+    notes = [*thread.pending, *(Note(message=message) for message in request.messages)]
+    step = thread.steps[-1]
+    return _reader(
+        episode,
+        _tools(episode, thread, request),
+        step.number if step.awaits_turn else step.number + 1,
+        _opening(episode, thread, notes),
+    )
+
+
 async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan:
     tools = _tools(episode, thread, request)
     notes = [*thread.pending, *(Note(message=message) for message in request.messages)]
@@ -133,11 +145,15 @@ async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan
 
 
 def _opening(episode: Episode, thread: Thread, notes: Sequence[Note]) -> tuple[int, ...]:
+    # With nothing new the turn follows what its thread began with, a turn of its own, or a note
+    # that was appended alone.
+    before: Role = "tool"
     if notes:
-        before: Role = notes[-1].message.role
-    else:
-        # Nothing new: behind its own last turn, or behind a note that was appended alone.
-        before = "assistant" if thread.head is thread.steps[-1].turn else "tool"
+        before = notes[-1].message.role
+    elif thread.head is thread.base:
+        before = thread.role_before
+    elif thread.head is thread.steps[-1].turn:
+        before = "assistant"
     return episode.service.chat.opening(before)
 
 
@@ -152,15 +168,15 @@ async def _render(
 
 
 def _tools(episode: Episode, thread: Thread, request: TurnRequest) -> ToolSchemas:
-    """The agent's tools; only the root's first turn may bring them."""
+    """The agent's tools; only a root's first turn may bring them."""
     if not request.tools_json:
-        return episode.tools
+        return thread.tools
     tools = parse_tools(request.tools_json)
-    if thread.head is not None and tools != list(episode.tools):
+    if thread.head is not None and tools != list(thread.tools):
         raise InvalidRequest(
             "the tool list is fixed by the root's first turn",
             value=", ".join(tool["function"]["name"] for tool in tools) or "no tools",
-            limit=", ".join(tool["function"]["name"] for tool in episode.tools) or "no tools",
+            limit=", ".join(tool["function"]["name"] for tool in thread.tools) or "no tools",
             remedy="leave tools out of later turns",
             episode_id=episode.episode_id,
             thread_id=thread.thread_id,
@@ -266,8 +282,7 @@ def _commit(
 
     `sampled` is all that was sampled, `turn` the part that the path goes on from.
     """
-    if thread.head is None:
-        episode.tools = plan.tools
+    thread.tools = plan.tools
     before = thread.steps[-1]
     if observation is not None:
         episode.add_node(thread, before, observation, kind_of(plan.notes))
@@ -309,14 +324,8 @@ def _reply(
     ended_by_id = bool(ids) and ids[-1] in chat.stop_token_ids
     raw = chat.tokenizer.decode(ids[:-1] if ended_by_id else ids)
     stops = () if request.demonstration is not None else request.sampling.stop
-    opening = chat.tokenizer.decode(plan.opening)
-    parsed = parse_reply(
-        _before_stop(raw, stops),
-        family=chat.call_format,
-        step=step.number,
-        tools=[*episode.tools, *(PRIMITIVE_SCHEMAS[name] for name in episode.request.primitives)],
-        in_reasoning=opens_reasoning(opening, family=chat.call_format),
-    )
+    reader = _reader(episode, thread.tools, step.number, plan.opening)
+    parsed = ParsedReply.of([*reader.push(_before_stop(raw, stops)), *reader.finish()])
     step.summary = _summary(parsed)
     ended = episode.guardrails.after_turn(thread, parsed.tool_calls)
     if ended is not None:
@@ -335,6 +344,17 @@ def _reply(
         thread_ended=ended,
     )
     return TurnReply(head=episode.moved(thread), turn=turn)
+
+
+def _reader(episode: Episode, tools: ToolSchemas, step: int, opening: Sequence[int]) -> ReplyStream:
+    chat = episode.service.chat
+    primitives = [PRIMITIVE_SCHEMAS[name] for name in episode.request.primitives]
+    return ReplyStream(
+        chat.call_format,
+        step,
+        tools=[*tools, *primitives],
+        in_reasoning=opens_reasoning(chat.tokenizer.decode(opening), family=chat.call_format),
+    )
 
 
 def _summary(parsed: ParsedReply) -> str:

@@ -1,0 +1,287 @@
+"""All open sessions: found by name, by response or by history; ended by request or when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+import weakref
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from harness_sdk.errors import ERRORS_BY_NAME, BudgetExhausted, EpisodeNotFound, HarnessError
+from harness_sdk.types import EpisodeResult, Limits, ThreadStatus, TokenDelta
+from rollout_service.background import Background
+from rollout_service.openai.ask import Ask, Placed, Reply, Said, SessionNames
+from rollout_service.openai.conversation import Conversation, Place, function_calls
+from rollout_service.openai.errors import ContextExceeded, ParameterError
+from rollout_service.openai.messages import NO_HISTORY, digests
+from rollout_service.openai.reply_text import ReplyText, plain_content
+from rollout_service.sessions import Call, OpenRequest, Sessions
+from rollout_service.sessions.turns import TurnRequest, reply_stream
+
+logger = logging.getLogger(__name__)
+
+_MAX_SWEEP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Response:
+    """What a response id stands for."""
+
+    conversation: Conversation
+    history: bytes
+    instructions: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """How a session ended."""
+
+    session: str
+    episode_id: str
+    reward: float | None
+    result: EpisodeResult
+
+
+class Conversations:
+    """The sessions of one endpoint.
+
+    Args:
+        sessions: The replica's episodes.
+        max_threads: Branches of a session.
+        idle_s: Seconds without a request after which a session is closed.
+    """
+
+    def __init__(self, sessions: Sessions, *, max_threads: int, idle_s: float) -> None:
+        self._sessions = sessions
+        self._max_threads = max_threads
+        self._idle_s = idle_s
+        self._open: dict[str, Conversation] = {}
+        self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+        self._responses: dict[str, _Response] = {}
+        self._unnamed: dict[bytes, list[Conversation]] = {}
+        """By the history that ends with one of its replies."""
+        self._closed: OrderedDict[str, Closed] = OrderedDict()
+        self._background = Background()
+
+    async def take(self, ask: Ask, reply_id: str) -> AsyncGenerator[Placed | Said | Reply, None]:
+        """One completion as it happens; closing the generator cancels it.
+
+        Args:
+            ask: What is asked for.
+            reply_id: Unique id that later requests may continue.
+
+        Raises:
+            HarnessError: It cannot be served; the session is where it was.
+        """
+        conversation, histories = await self._find(ask)
+        place: Place | None = None
+        try:
+            place = conversation.claim(ask, histories)
+            yield Placed(session=conversation.key)
+            async with contextlib.aclosing(
+                self._turn(conversation, place, ask, reply_id)
+            ) as events:
+                async for event in events:
+                    yield event
+        except BaseException as error:
+            if not conversation.named and conversation.is_empty:
+                # Nobody knows of it, so nobody would ever close it.
+                self._background.begin(self._abandon(conversation, error))
+            raise
+        finally:
+            if place is not None:
+                conversation.release(place)
+
+    async def close(self, key: str, *, reward: float | None) -> Closed:
+        """End a session and put its record in the stream; a repeat returns the first reply.
+
+        Raises:
+            EpisodeNotFound: No such session.
+            InvalidRequest: The reward is outside [0, 1].
+            Unavailable: The record could not be written; repeat the call.
+        """
+        conversation = self._open.get(key)
+        if conversation is None:
+            if key in self._closed:
+                return self._closed[key]
+            raise EpisodeNotFound(
+                "no such session",
+                value=key,
+                remedy="name it as X-Octopus-Session does, in requests and replies",
+            )
+        return await self._end(conversation, reward=reward)
+
+    async def sweep(self) -> None:
+        """Close idle sessions, until cancelled."""
+        while True:
+            await asyncio.sleep(min(self._idle_s / 4, _MAX_SWEEP_S))
+            oldest = time.monotonic() - self._idle_s
+            idle = [
+                each
+                for each in self._open.values()
+                if each.last_used_s < oldest and not each.in_use
+            ]
+            for conversation in idle:
+                try:
+                    await self._end(conversation, reward=None)
+                except HarnessError as error:
+                    logger.warning("session %s is not closed yet: %s", conversation.key, error)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until what failed requests left behind is cleared away."""
+        await self._background.settle(timeout_s)
+
+    async def _turn(
+        self, conversation: Conversation, place: Place, ask: Ask, reply_id: str
+    ) -> AsyncGenerator[Said | Reply, None]:
+        episode = conversation.episode
+        thread = episode.thread(place.thread_id)
+        tools_json = place.tools_json if place.is_root else ""
+        request = TurnRequest(messages=place.messages, tools_json=tools_json)
+        reader = reply_stream(episode, thread, request) if ask.streams else None
+        text = ReplyText(reader, ask.sampling.stop)
+        events = self._sessions.generate(
+            Call(episode_id=episode.episode_id, thread_id=place.thread_id),
+            place.messages,
+            tools_json=tools_json,
+            sampling=ask.sampling,
+        )
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if isinstance(event, TokenDelta):
+                        yield text.push(event)
+                        continue
+                    turn = event.turn
+                    calls = function_calls(turn, ask, reply_id)
+                    has_text = bool(calls) or not turn.tool_calls
+                    content = turn.text if has_text else plain_content(turn, ask.sampling.stop)
+                    rest = text.finish(content, turn.reasoning)
+                    reply = conversation.took(place, reply_id, turn, text, calls)
+                    self._remember(conversation, ask, reply_id)
+                    yield rest
+                    yield reply
+        except BudgetExhausted as error:
+            if thread.exhausted is ThreadStatus.BUDGET:
+                raise ContextExceeded(error.message, **error.context()) from error
+            raise
+
+    def _remember(self, conversation: Conversation, ask: Ask, reply_id: str) -> None:
+        history = conversation.replies[reply_id]
+        before = self._responses.get(ask.previous)
+        instructions = before.instructions if before is not None else ask.instructions
+        self._responses[reply_id] = _Response(
+            conversation=conversation, history=history, instructions=instructions
+        )
+        if not conversation.named:
+            known = self._unnamed.setdefault(history, [])
+            if conversation not in known:
+                known.append(conversation)
+
+    async def _find(self, ask: Ask) -> tuple[Conversation, list[bytes]]:
+        """The request's session, opened where there is none, and the digests of its history."""
+        if ask.previous:
+            return self._continued(ask)
+        histories = digests(NO_HISTORY, ask.messages)
+        if not ask.names.session:
+            found = self._by_history(ask, histories)
+            return found or await self._begin(uuid.uuid4().hex, ask.names, named=False), histories
+        key = ask.names.session
+        lock = self._opening.setdefault(key, asyncio.Lock())
+        async with lock:
+            conversation = self._open.get(key)
+            if conversation is None:
+                conversation = await self._begin(key, ask.names, named=True)
+        return conversation, histories
+
+    def _continued(self, ask: Ask) -> tuple[Conversation, list[bytes]]:
+        response = self._responses.get(ask.previous)
+        if response is None:
+            raise ParameterError(
+                "no such response in an open session",
+                param="previous_response_id",
+                value=ask.previous,
+                remedy="send the whole input; a closed session's responses are gone",
+            )
+        if ask.instructions not in (None, response.instructions):
+            raise ParameterError(
+                "the response to continue was sampled under other instructions",
+                param="instructions",
+                value=ask.instructions,
+                limit=response.instructions or "none",
+                remedy="leave them out, or send the whole input without previous_response_id",
+            )
+        return response.conversation, digests(response.history, ask.messages)
+
+    def _by_history(self, ask: Ask, histories: Sequence[bytes]) -> Conversation | None:
+        """The open conversation that said the latest of the replies in the history."""
+        answered = {message.tool_call_id for message in ask.messages if message.role == "tool"}
+        for history in reversed(histories):
+            known = self._unnamed.get(history)
+            if known:
+                # Two may have said the same: whose calls are answered, then who waits for more.
+                return max(
+                    known,
+                    key=lambda each: (len(answered & each.calls.keys()), each.can_go_on(history)),
+                )
+        return None
+
+    async def _begin(self, key: str, names: SessionNames, *, named: bool) -> Conversation:
+        request = OpenRequest(
+            group_id=names.group,
+            task_id=names.task,
+            limits=Limits(max_threads=self._max_threads),
+        )
+        opened = await self._sessions.open(request)
+        episode = self._sessions.episode(opened.episode_id)
+        self._open[key] = conversation = Conversation(key, episode, named=named)
+        return conversation
+
+    async def _end(self, conversation: Conversation, *, reward: float | None) -> Closed:
+        episode_id = conversation.episode.episode_id
+        try:
+            result = await self._sessions.close(
+                episode_id, reward=reward, idempotency_key=conversation.key
+            )
+        except EpisodeNotFound:
+            # The service has closed it.
+            self._forget(conversation)
+            raise
+        closed = Closed(
+            session=conversation.key, episode_id=episode_id, reward=reward, result=result
+        )
+        self._forget(conversation)
+        self._closed[conversation.key] = closed
+        while len(self._closed) > self._sessions.options.max_closed:
+            self._closed.popitem(last=False)
+        return closed
+
+    async def _abandon(self, conversation: Conversation, error: BaseException) -> None:
+        """End a session of which no client knows."""
+        self._forget(conversation)
+        known = (cls.__name__ for cls in type(error).__mro__ if cls.__name__ in ERRORS_BY_NAME)
+        with contextlib.suppress(EpisodeNotFound):
+            await self._sessions.close(
+                conversation.episode.episode_id,
+                error_kind=next(known, "Cancelled"),
+                error_message=str(error),
+            )
+
+    def _forget(self, conversation: Conversation) -> None:
+        if self._open.get(conversation.key) is conversation:
+            del self._open[conversation.key]
+        for reply_id, history in conversation.replies.items():
+            del self._responses[reply_id]
+            known = self._unnamed.get(history, [])
+            if conversation in known:
+                known.remove(conversation)
+            if not known:
+                self._unnamed.pop(history, None)
+        conversation.replies.clear()

@@ -1,0 +1,63 @@
+"""The endpoint inside the wired replica: one process, one token, one set of certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from harness_sdk import OctopusClient
+from harness_sdk.cli.settings import validate_config
+from rollout_service.config import RolloutConfig
+from rollout_service.service import RolloutService
+from tests.service.test_server import certificate
+
+
+def settings(chat_folder: Path, tmp_path: Path, **server: Any) -> dict[str, Any]:
+    return {
+        "run_folder": str(tmp_path / "runs"), "replica_id": "r",
+        "model": {"path": str(chat_folder)}, "openai": {"port": 0},
+        "server": {"port": 0, "grace_s": 1, **server},
+    }  # fmt: skip
+
+
+async def test_both_servers_share_sessions_and_token_and_stop_at_once(
+    chat_folder: Path, tmp_path: Path
+) -> None:
+    config = validate_config(RolloutConfig, settings(chat_folder, tmp_path, token="secret"))
+    async with RolloutService(config) as service:
+        url = f"http://{service.openai_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+            create = client.chat.completions.create
+            question: Any = [{"role": "user", "content": "q"}]
+            first = await create(model="m", messages=question, max_tokens=3, user="s")
+            assert first.model == chat_folder.name
+            async with OctopusClient.connect(service.address, token="secret") as sdk:
+                assert (await sdk.status()).open_episodes == 1
+            endless = create(model="m", messages=question, user="s", temperature=0)
+            running = asyncio.create_task(endless)
+            await asyncio.sleep(0.2)
+            began = time.monotonic()
+            await service.__aexit__(None, None, None)
+            assert time.monotonic() - began < 5
+            with pytest.raises(openai.APIError):
+                await running
+
+
+async def test_certificates_are_those_of_the_server(chat_folder: Path, tmp_path: Path) -> None:
+    certificate(tmp_path, "localhost")
+    cert, key = tmp_path / "localhost.pem", tmp_path / "localhost.key"
+    tls = {"tls_cert": str(cert), "tls_key": str(key)}
+    config = validate_config(RolloutConfig, settings(chat_folder, tmp_path, **tls))
+    async with RolloutService(config) as service:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        port = service.openai_address.rpartition(":")[2]
+        url = f"https://localhost:{port}/v1/models"
+        async with aiohttp.ClientSession() as http, http.get(url, ssl=trusting) as reply:
+            assert (await reply.json())["data"][0]["id"] == chat_folder.name
