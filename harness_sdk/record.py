@@ -68,6 +68,8 @@ class Node:
     """The complete visible set, own and inherited."""
     temperature: float = 1.0
     rewound: bool = False
+    joined: tuple[str, ...] = ()
+    """Threads whose end the node reports: it could not be appended before they had ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ class ThreadSummary:
     num_turns: int = 0
     num_tokens: int = 0
     orphan: bool = False
+    num_rewinds: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,7 @@ def _node_to_proto(node: Node) -> record_pb2.NodeRecord:
         ],
         temperature=node.temperature,
         rewound=node.rewound,
+        joined=node.joined,
     )
 
 
@@ -207,4 +211,5 @@ def _node_from_proto(proto: record_pb2.NodeRecord) -> Node:
         mounts=tuple(MountSpan(node_id=m.node_id, begin=m.begin, end=m.end) for m in proto.mounts),
         temperature=proto.temperature,
         rewound=proto.rewound,
+        joined=tuple(proto.joined),
     )

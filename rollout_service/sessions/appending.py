@@ -81,10 +81,15 @@ async def flush(episode: Episode, thread: Thread) -> None:
     version = episode.current_version(thread)
     cursor = await extend(episode, thread.head, token_ids, thread.mounts, version)
     step = thread.steps[-1]
-    episode.add_node(thread, step, cursor, kind_of(notes))
+    episode.add_node(thread, step, cursor, kind_of(notes), joined=joined_by(notes))
     step.took(notes)
     thread.pending.clear()
     thread.due = ()
+
+
+def joined_by(notes: Sequence[Note]) -> frozenset[str]:
+    """The branches whose end `notes` report."""
+    return frozenset[str]().union(*(note.joined for note in notes))
 
 
 def kind_of(notes: Sequence[Note]) -> NodeKind:

@@ -235,6 +235,7 @@ def _drop_steps(thread: Thread, target: Step, later: Sequence[Step]) -> list[Cur
     thread.steps = [step for step in thread.steps if step.number <= target.number]
     dropped = _leave_path(later)
     thread.rewound.update(dropped)
+    thread.num_rewinds += 1
     thread.due = ()
     thread.begin_step()
     return dropped

@@ -38,6 +38,24 @@ def stop_reason(episode: Episode, error_kind: str = "") -> StopReason:
     return _REASON_BY_STATUS[exhausted] if root.exhausted else StopReason.AGENT_ENDED
 
 
+def end_threads(episode: Episode, reason: StopReason) -> None:
+    """End what the episode's end finds at work: as cancelled, the root as `reason` has it."""
+    for thread in episode.threads.values():
+        if not thread.status.is_final:
+            thread.end(_last_status(thread, reason))
+
+
+def _last_status(thread: Thread, reason: StopReason) -> ThreadStatus:
+    if thread.parent is not None:
+        return ThreadStatus.CANCELLED
+    if reason in (StopReason.ENGINE_ERROR, StopReason.TOOL_ERROR):
+        return ThreadStatus.FAILED
+    return next(
+        (status for status, named in _REASON_BY_STATUS.items() if named is reason),
+        ThreadStatus.CANCELLED,
+    )
+
+
 def build_record(
     episode: Episode,
     reason: StopReason,
@@ -104,6 +122,7 @@ def _node(index: int, node: NodeEntry, ids: dict[Cursor, int]) -> Node:
         ),
         temperature=node.temperature,
         rewound=node.rewound,
+        joined=tuple(sorted(node.joined)),
     )
 
 
@@ -118,4 +137,5 @@ def _summary(episode: Episode, thread: Thread) -> ThreadSummary:
         num_turns=thread.num_turns,
         num_tokens=sum(len(node.cursor.token_ids) for node in appended),
         orphan=thread.orphan,
+        num_rewinds=thread.num_rewinds,
     )

@@ -11,6 +11,7 @@ from harness_sdk.types import (
     ReadResult,
     RewindResult,
     ThreadStatus,
+    TokenDelta,
     Turn,
 )
 from rollout_service.sessions.options import EpisodeLimits
@@ -45,6 +46,15 @@ class TurnReply:
 
     head: int
     turn: Turn
+
+    @property
+    def whole_delta(self) -> TokenDelta:
+        """The turn as one delta, for a caller that comes after its own were emitted."""
+        return TokenDelta(
+            token_ids=self.turn.token_ids,
+            sampled_logprobs=self.turn.sampled_logprobs,
+            text=self.turn.raw_text,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

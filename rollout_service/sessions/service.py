@@ -42,7 +42,7 @@ from rollout_service.sessions.options import (
     check_request,
     resolve_limits,
 )
-from rollout_service.sessions.records import build_record, stop_reason
+from rollout_service.sessions.records import build_record, end_threads, stop_reason
 from rollout_service.sessions.replies import (
     CloseReply,
     DoneReply,
@@ -178,7 +178,7 @@ class Sessions:
         async with contextlib.aclosing(stream) as events:
             async for event in events:
                 if isinstance(event, TurnReply) and not told:
-                    yield _whole_delta(event.turn)
+                    yield event.whole_delta
                 told = True
                 yield event
 
@@ -446,6 +446,7 @@ class Sessions:
     ) -> CloseReply:
         episode.closing = reason
         await episode.stop_calls()
+        end_threads(episode, reason)
         record = build_record(episode, reason, **outcome)
         try:
             await self._engine.release([node.cursor for node in episode.nodes])
@@ -493,9 +494,3 @@ async def _stream(
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-
-
-def _whole_delta(turn: Turn) -> TokenDelta:
-    return TokenDelta(
-        token_ids=turn.token_ids, sampled_logprobs=turn.sampled_logprobs, text=turn.raw_text
-    )

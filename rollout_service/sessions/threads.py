@@ -24,6 +24,8 @@ class NodeEntry:
     kind: NodeKind
     temperature: float = 1.0
     rewound: bool = False
+    joined: frozenset[str] = frozenset()
+    """Branches whose end it reports."""
     on_path: bool = True
     """False for a sampled stop id that does not open the terminator: a leaf."""
 
@@ -144,6 +146,7 @@ class Thread:
         self.orphan = False
         self.num_turns = 0
         """Model turns taken; a rewind gives none back."""
+        self.num_rewinds = 0
         self.termination_prompted = False
         self.exhausted: ThreadStatus | None = None
         """Limit that last refused a turn."""

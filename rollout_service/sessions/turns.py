@@ -24,7 +24,7 @@ from rollout_service.chat.tokenizer import TextStream
 from rollout_service.chat.tools import PRIMITIVE_SCHEMAS, parse_tools, static_schemas
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Generated, SampledToken
-from rollout_service.sessions.appending import engine_errors, extend, kind_of, render
+from rollout_service.sessions.appending import engine_errors, extend, joined_by, kind_of, render
 from rollout_service.sessions.episode import Episode
 from rollout_service.sessions.replies import TurnReply
 from rollout_service.sessions.threads import Note, Step, Thread, short
@@ -285,7 +285,8 @@ def _commit(
     thread.tools = plan.tools
     before = thread.steps[-1]
     if observation is not None:
-        episode.add_node(thread, before, observation, kind_of(plan.notes))
+        joined = joined_by(plan.notes)
+        episode.add_node(thread, before, observation, kind_of(plan.notes), joined=joined)
     before.took(plan.notes)
     thread.pending.clear()
     last = turn.token_ids[-1] if turn.sampled[-1] else None

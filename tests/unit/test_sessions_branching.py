@@ -250,6 +250,33 @@ async def test_wait_streams_each_as_it_ends_and_appends_a_note() -> None:
     assert episode.root.status is ThreadStatus.RUNNING
     await bench.say("root", "x")
     assert "[wait] a cancelled\n[wait] b done; answer: B!; evidence: because" in path_text(episode)
+    record = await bench.close()
+    assert [node.joined for node in record.nodes if node.joined] == [("a", "b")]
+    told = next(node for node in record.nodes if node.joined)
+    assert "[wait] a cancelled" in text(record, told.node_id)
+
+
+async def test_what_the_end_finds_at_work_is_cancelled() -> None:
+    bench = Bench()
+    await bench.open()
+    await bench.say()
+    await bench.fork("a", "b")
+    await bench.fork("aa", thread="a")
+    await bench.sessions.done(bench.call("b"), "B!")
+    await bench.sessions.done(bench.call("root"), "R!")
+    record = await bench.close()
+    ends = {thread.thread_id: thread.status for thread in record.threads}
+    assert ends == {"root": "done", "a": "cancelled", "b": "done", "aa": "cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("ToolError", "failed"), ("Cancelled", "cancelled"), ("", "cancelled")]
+)
+async def test_a_root_without_an_end_takes_the_episodes(kind: str, status: str) -> None:
+    bench = Bench()
+    await bench.open()
+    await bench.say()
+    assert [each.status for each in (await bench.close(error_kind=kind)).threads] == [status]
 
 
 async def test_wait_gives_up_at_its_deadline() -> None:
@@ -295,7 +322,7 @@ async def test_cancel_ends_a_thread_and_its_descendants_once() -> None:
         assert await bench.sessions.cancel(bench.call("b", idempotency_key="k")) == ("b",)
     await bench.say("root", "I go on")
     record = await bench.close()
-    assert [t.status for t in record.threads] == ["running", *["cancelled"] * 3]
+    assert [t.status for t in record.threads] == ["cancelled"] * 4
     assert record.stop_reason == "agent_ended"
     assert [n.rewound for n in record.nodes if n.thread_id == "a"] == [True]
 

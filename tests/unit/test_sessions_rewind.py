@@ -38,6 +38,7 @@ async def test_rewind_returns_tokens_and_keeps_turns_and_the_dag() -> None:
         *[False] * 3, *[True] * 5, False, False
     ]  # fmt: skip
     assert record.nodes[8].parent == 2 and record.nodes[8].kind is NodeKind.NOTE
+    assert record.threads[0].num_rewinds == 1
 
 
 async def test_rewind_to_an_unknown_step_names_the_allowed_ones() -> None:

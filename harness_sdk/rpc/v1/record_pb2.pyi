@@ -69,7 +69,7 @@ class EpisodeRecord(_message.Message):
     def __init__(self, schema_version: _Optional[int] = ..., run: _Optional[str] = ..., episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeRecord, _Mapping]]] = ..., threads: _Optional[_Iterable[_Union[ThreadRecord, _Mapping]]] = ..., reward: _Optional[float] = ..., answer: _Optional[str] = ..., stop_reason: _Optional[str] = ..., error_kind: _Optional[str] = ..., error_message: _Optional[str] = ..., opened_at_s: _Optional[float] = ..., closed_at_s: _Optional[float] = ..., mount_layers: _Optional[_Iterable[int]] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., template_hash: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
-    __slots__ = ("node_id", "parent", "thread_id", "step", "kind", "token_ids", "sampled", "sampled_logprobs", "policy_version", "position_start", "mounts", "temperature", "rewound")
+    __slots__ = ("node_id", "parent", "thread_id", "step", "kind", "token_ids", "sampled", "sampled_logprobs", "policy_version", "position_start", "mounts", "temperature", "rewound", "joined")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     THREAD_ID_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class NodeRecord(_message.Message):
     MOUNTS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     REWOUND_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     parent: int
     thread_id: str
@@ -96,7 +97,8 @@ class NodeRecord(_message.Message):
     mounts: _containers.RepeatedCompositeFieldContainer[MountRecord]
     temperature: float
     rewound: bool
-    def __init__(self, node_id: _Optional[int] = ..., parent: _Optional[int] = ..., thread_id: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[NodeKind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampled: _Optional[bytes] = ..., sampled_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., position_start: _Optional[int] = ..., mounts: _Optional[_Iterable[_Union[MountRecord, _Mapping]]] = ..., temperature: _Optional[float] = ..., rewound: bool = ...) -> None: ...
+    joined: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[int] = ..., parent: _Optional[int] = ..., thread_id: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[NodeKind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampled: _Optional[bytes] = ..., sampled_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., position_start: _Optional[int] = ..., mounts: _Optional[_Iterable[_Union[MountRecord, _Mapping]]] = ..., temperature: _Optional[float] = ..., rewound: bool = ..., joined: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MountRecord(_message.Message):
     __slots__ = ("node_id", "begin", "end")
@@ -109,7 +111,7 @@ class MountRecord(_message.Message):
     def __init__(self, node_id: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class ThreadRecord(_message.Message):
-    __slots__ = ("thread_id", "parent", "depth", "status", "answer", "num_turns", "num_tokens", "orphan")
+    __slots__ = ("thread_id", "parent", "depth", "status", "answer", "num_turns", "num_tokens", "orphan", "num_rewinds")
     THREAD_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +120,7 @@ class ThreadRecord(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORPHAN_FIELD_NUMBER: _ClassVar[int]
+    NUM_REWINDS_FIELD_NUMBER: _ClassVar[int]
     thread_id: str
     parent: str
     depth: int
@@ -126,4 +129,5 @@ class ThreadRecord(_message.Message):
     num_turns: int
     num_tokens: int
     orphan: bool
-    def __init__(self, thread_id: _Optional[str] = ..., parent: _Optional[str] = ..., depth: _Optional[int] = ..., status: _Optional[str] = ..., answer: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_tokens: _Optional[int] = ..., orphan: bool = ...) -> None: ...
+    num_rewinds: int
+    def __init__(self, thread_id: _Optional[str] = ..., parent: _Optional[str] = ..., depth: _Optional[int] = ..., status: _Optional[str] = ..., answer: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_tokens: _Optional[int] = ..., orphan: bool = ..., num_rewinds: _Optional[int] = ...) -> None: ...
