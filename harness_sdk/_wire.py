@@ -230,17 +230,23 @@ def structured_from_proto(proto: pb.StructuredOutput) -> types.StructuredOutput:
     return types.StructuredOutput(**({kind: getattr(proto, kind)} if kind else {}))
 
 
-_LIMIT_NAMES = ("thread_budget", "answer_reserve", "max_threads", "max_depth", "max_turns")
+_LIMIT_NAMES = ("thread_budget", "answer_reserve", "max_depth", "max_turns")
 
 
 def limits_to_proto(limits: types.Limits) -> pb.Limits:
-    """Limits for the wire; None becomes 0, the receiver's default."""
-    return pb.Limits(**{name: getattr(limits, name) or 0 for name in _LIMIT_NAMES})
+    """Limits for the wire; None becomes 0, the receiver's default, or absence for max_threads."""
+    return pb.Limits(
+        max_threads=limits.max_threads,
+        **{name: getattr(limits, name) or 0 for name in _LIMIT_NAMES},
+    )
 
 
 def limits_from_proto(proto: pb.Limits) -> types.Limits:
-    """Limits from the wire; 0 becomes None."""
-    return types.Limits(**{name: getattr(proto, name) or None for name in _LIMIT_NAMES})
+    """Limits from the wire; 0 becomes None, but for max_threads."""
+    return types.Limits(
+        max_threads=proto.max_threads if proto.HasField("max_threads") else None,
+        **{name: getattr(proto, name) or None for name in _LIMIT_NAMES},
+    )
 
 
 # Replies

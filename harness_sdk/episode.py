@@ -307,16 +307,14 @@ def episode_options(
 def _check_limits(limits: Limits) -> None:
     for each in fields(limits):
         value: int | None = getattr(limits, each.name)
-        # The wire spells "the service's default" as 0, which max_depth means anyway.
-        least = 0 if each.name == "max_depth" else 1
+        # The wire spells "the service's default" as 0 in the others.
+        least = 0 if each.name in ("max_depth", "max_threads") else 1
         if value is not None and value < least:
             raise InvalidRequest(
                 f"limit {each.name} is too small",
                 value=value,
                 limit=f"{least} or more",
-                remedy="leave `fork` out of the episode's primitives"
-                if each.name == "max_threads"
-                else "leave it out for the service's default",
+                remedy="leave it out for the service's default",
             )
 
 

@@ -154,7 +154,7 @@ class Limits:
     answer_reserve: int | None = None
     """Tokens of the budget that only `done` may use."""
     max_threads: int | None = None
-    """Children per episode."""
+    """Children per episode; 0 refuses every fork and leaves the prompts as they are."""
     max_depth: int | None = None
     """Forks below the root; None or 0 for no limit."""
     max_turns: int | None = None

@@ -186,7 +186,7 @@ async def test_admission_has_its_deadline(server: ScriptedServer, address: str) 
     [
         ({"primitives": ("clone",)}, "clone"),
         ({"version_policy": "newest"}, "keep, refresh"),
-        ({"limits": Limits(max_threads=0)}, "leave `fork` out"),
+        ({"limits": Limits(max_threads=-1)}, "0 or more"),
         ({"limits": Limits(thread_budget=-5)}, "-5"),
     ],
 )

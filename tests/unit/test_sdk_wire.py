@@ -157,8 +157,12 @@ def test_unknown_role_is_refused() -> None:
 
 
 def test_limits_survive_the_wire_and_none_stays_none() -> None:
-    limits = types.Limits(thread_budget=100, max_turns=3)
-    assert _wire.limits_from_proto(_wire.limits_to_proto(limits)) == limits
+    for limits in (
+        types.Limits(thread_budget=100, max_turns=3),
+        types.Limits(max_threads=0),
+        types.Limits(max_threads=7, max_depth=2),
+    ):
+        assert _wire.limits_from_proto(_wire.limits_to_proto(limits)) == limits
 
 
 def test_branch_result_survives_the_wire() -> None:
