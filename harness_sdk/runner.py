@@ -20,6 +20,7 @@ from harness_sdk.errors import (
     ServiceError,
     ThreadEnded,
 )
+from harness_sdk.measures import EpisodeMeasures
 from harness_sdk.permits import NoPermits, Permits
 from harness_sdk.types import ThreadStatus
 
@@ -69,6 +70,10 @@ class EpisodeOutcome:
     """Threads beside the root."""
     num_rewinds: int = 0
     num_reads: int = 0
+    entry_id: str = ""
+    """Place of its record in the stream of episodes; empty without a stream."""
+    measures: EpisodeMeasures | None = None
+    """What its record tells, where somebody has read it."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """The agent's own, of an episode that was scored."""
 
@@ -287,4 +292,5 @@ def _outcome(
         num_forks=max(len(threads) - 1, 0),
         num_rewinds=sum(thread.num_rewinds for thread in threads),
         num_reads=sum(thread.num_reads for thread in threads),
+        entry_id=result.entry_id if result is not None else "",
     )

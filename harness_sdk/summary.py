@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from harness_sdk.measures import mean_measures
 from harness_sdk.runner import EpisodeOutcome, GroupOutcome
 
 
@@ -34,6 +35,10 @@ class Summary:
     seconds: float
     metrics: Mapping[str, float]
     """The agent's own."""
+    measures: Mapping[str, float]
+    """Of the episodes whose records were read; see `measures.mean_measures`."""
+    measured: int
+    """How many those are."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -46,7 +51,10 @@ class Summary:
         ]
         for name in ("turns", "tokens", "sampled", "forks", "rewinds", "reads", "seconds"):
             shown.append(f"{name:9} {getattr(self, name):.2f} per episode")
-        return [*shown, *(f"{name:9} {value:.4f}" for name, value in self.metrics.items())]
+        shown += [f"{name:9} {value:.4f}" for name, value in self.metrics.items()]
+        if self.measured:
+            shown.append(f"records   {self.measured} measured")
+        return shown + [f"{name:19} {_figure(value)}" for name, value in self.measures.items()]
 
 
 def summarise(groups: Iterable[GroupOutcome]) -> Summary:
@@ -61,6 +69,7 @@ def summarise(groups: Iterable[GroupOutcome]) -> Summary:
     by_task = [fmean(each) for each in rewards.values()]
     failed = Counter(e.error.partition(":")[0] for e in episodes if e.reward is None)
     names = sorted({name for episode in scored for name in episode.metrics})
+    measures = [episode.measures for episode in scored if episode.measures is not None]
     return Summary(
         tasks=len(by_task),
         episodes=len(episodes),
@@ -75,11 +84,17 @@ def summarise(groups: Iterable[GroupOutcome]) -> Summary:
         reads=_mean([e.num_reads for e in scored]),
         seconds=_mean([e.seconds for e in scored]),
         metrics={name: _mean(_values(scored, name)) for name in names},
+        measures=mean_measures(measures),
+        measured=len(measures),
     )
 
 
 def _values(episodes: Sequence[EpisodeOutcome], name: str) -> list[float]:
     return [episode.metrics[name] for episode in episodes if name in episode.metrics]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3e}" if abs(value) >= 1e6 else f"{value:,.3f}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness_sdk.agents import Agent
 from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.episode_stream import reading
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.measures import measure
+from harness_sdk.model_cost import ModelCost, read_model_cost
 from harness_sdk.runner import GroupOutcome, Runner, RunOptions
 from harness_sdk.summary import summarise
 
@@ -40,10 +44,11 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
     agent = configured_agent(args.agent, config)
+    cost = read_model_cost(config.cost_model) if config.cost_model is not None else None
     if args.json is not None:
         # Hours of episodes must not end at a folder that is not there.
         args.json.parent.mkdir(parents=True, exist_ok=True)
-    groups = run_interruptible(_evaluate(config, agent))
+    groups = run_interruptible(_evaluate(config, agent, cost))
     summary = summarise(groups)
     sys.stdout.write("\n".join(summary.lines()) + "\n")
     if args.json is not None:
@@ -53,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary.accuracy is None else 0
 
 
-async def _evaluate(config: EvalConfig, agent: Agent) -> list[GroupOutcome]:
+async def _evaluate(config: EvalConfig, agent: Agent, cost: ModelCost | None) -> list[GroupOutcome]:
     options = RunOptions(
         group_size=config.repeats,
         num_groups=config.tasks,
@@ -61,7 +66,23 @@ async def _evaluate(config: EvalConfig, agent: Agent) -> list[GroupOutcome]:
         grouped=False,
     )
     async with connected(config.address, config) as clients:
-        return await Runner(clients, agent, options, on_group=_show).run()
+        groups = await Runner(clients, agent, options, on_group=_show).run()
+        run = clients[0].info.run
+    if config.redis_url is not None:
+        await asyncio.to_thread(_measure, groups, config.redis_url, run, cost)
+    return groups
+
+
+def _measure(groups: list[GroupOutcome], url: str, run: str, cost: ModelCost | None) -> None:
+    """Give the episodes what their records tell; one that was trimmed stays without."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    entry_ids = [episode.entry_id for episode in episodes if episode.entry_id]
+    with reading(url, run) as stream:
+        found = {entry_id: measure(record, cost) for entry_id, record in stream.at(entry_ids)}
+    for group in groups:
+        group.episodes = [
+            replace(episode, measures=found.get(episode.entry_id)) for episode in group.episodes
+        ]
 
 
 def _show(group: GroupOutcome) -> None:

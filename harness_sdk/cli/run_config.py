@@ -24,8 +24,8 @@ class LimitsSection(Section):
     """Tokens that a thread may append."""
     answer_reserve: int | None = Field(default=None, ge=1)
     """Tokens of it that only done may use."""
-    max_threads: int | None = Field(default=None, ge=1)
-    """Children per episode."""
+    max_threads: int | None = Field(default=None, ge=0)
+    """Children per episode; 0 refuses every fork."""
     max_depth: int | None = Field(default=None, ge=0)
     """Forks below the root; 0 sets no limit."""
     max_turns: int | None = Field(default=None, ge=1)
@@ -123,3 +123,17 @@ class EvalConfig(AgentConfig):
     """Episodes of each task."""
     tasks: int | None = Field(default=None, ge=1)
     """Tasks to run, the first ones; none runs all."""
+    redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
+    """Redis or Valkey of the service: the episodes' records are read from there and measured."""
+    cost_model: Path | None = None
+    """The model's folder or config.json, for the operations per episode; needs redis_url."""
+
+    @model_validator(mode="after")
+    def _records_to_cost(self) -> Self:
+        if self.cost_model is not None and self.redis_url is None:
+            raise ConfigError(
+                "the cost of an episode comes from its record",
+                value=f"cost_model {self.cost_model} without redis_url",
+                remedy="give --redis-url, as `octopus up` prints it",
+            )
+        return self

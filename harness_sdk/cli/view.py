@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from harness_sdk import control
+from harness_sdk.cli.episode_stream import reading
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
-from harness_sdk.errors import ConfigError, EpisodeNotFound, Unavailable
-from harness_sdk.record import EpisodeRecord, record_from_bytes
-
-_FIELD = control.RECORD_FIELD.encode()
-_BATCH = 32
+from harness_sdk.errors import ConfigError, EpisodeNotFound
+from harness_sdk.record import EpisodeRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def pick(records: Iterator[EpisodeRecord], wanted: str) -> EpisodeRecord:
+def pick(records: Iterable[EpisodeRecord], wanted: str) -> EpisodeRecord:
     """The record with the id or the place `wanted`; `last` for the last one.
 
     Raises:
@@ -112,33 +108,10 @@ def _file_episode(path: Path, wanted: str) -> EpisodeRecord:
 
 
 def _stream_episode(url: str, run: str, wanted: str) -> EpisodeRecord:
-    try:
-        import redis
-    except ImportError as error:
-        raise ConfigError(
-            "reading a stream needs the redis package",
-            value=url,
-            remedy="pip install 'octopus-agents[rollout]'",
-        ) from error
-    try:
-        with redis.Redis.from_url(url) as client:
-            return pick(_stream_records(client, control.episodes_key(run), wanted), wanted)
-    except ValueError as error:
-        raise ConfigError("not a Redis address", value=url, limit="redis://HOST:PORT") from error
-    except redis.RedisError as error:
-        raise Unavailable("Redis cannot be read", value=f"{url}: {error}") from error
-
-
-def _stream_records(client: Any, key: str, wanted: str) -> Iterator[EpisodeRecord]:
-    """The stream's records in order; only its last one where nothing else is wanted."""
-    if wanted == "last":
-        entries = client.xrevrange(key, count=1)
-        yield from (record_from_bytes(fields[_FIELD]) for _, fields in entries)
-        return
-    start = "-"
-    while entries := client.xrange(key, min=start, count=_BATCH):
-        yield from (record_from_bytes(fields[_FIELD]) for _, fields in entries)
-        start = f"({entries[-1][0].decode()}"
+    with reading(url, run) as stream:
+        if wanted == "last":
+            return pick(filter(None, [stream.last()]), wanted)
+        return pick(stream.all(), wanted)
 
 
 def _detokenizer(path: Path | None, record: EpisodeRecord) -> Callable[[Sequence[int]], str] | None:

@@ -1,0 +1,71 @@
+"""Reading finished episodes from the stream of a run; redis is imported on use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from harness_sdk import control
+from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.record import EpisodeRecord, record_from_bytes
+
+_FIELD = control.RECORD_FIELD.encode()
+_BATCH = 32
+
+
+class EpisodeStream:
+    """The stream of one run, to read from; made by `reading`."""
+
+    def __init__(self, client: Any, run: str) -> None:
+        self._client = client
+        self._key = control.episodes_key(run)
+
+    def last(self) -> EpisodeRecord | None:
+        """The newest episode."""
+        entries = self._client.xrevrange(self._key, count=1)
+        return record_from_bytes(entries[0][1][_FIELD]) if entries else None
+
+    def all(self) -> Iterator[EpisodeRecord]:
+        """Every episode that is kept, oldest first."""
+        start = "-"
+        while entries := self._client.xrange(self._key, min=start, count=_BATCH):
+            yield from (record_from_bytes(fields[_FIELD]) for _, fields in entries)
+            start = f"({entries[-1][0].decode()}"
+
+    def at(self, entry_ids: Iterable[str]) -> Iterator[tuple[str, EpisodeRecord]]:
+        """The episodes of those entries with their ids, without the ones that were trimmed."""
+        for entry_id in entry_ids:
+            for _, fields in self._client.xrange(self._key, min=entry_id, max=entry_id):
+                yield entry_id, record_from_bytes(fields[_FIELD])
+
+
+@contextlib.contextmanager
+def reading(url: str, run: str) -> Iterator[EpisodeStream]:
+    """The stream of `run` at `url`.
+
+    Raises:
+        ConfigError: The redis package is missing, or `url` is no address.
+        Unavailable: Redis cannot be read.
+    """
+    try:
+        import redis
+    except ImportError as error:
+        raise ConfigError(
+            "reading a stream needs the redis package",
+            value=control.masked_url(url),
+            remedy="pip install 'octopus-agents[rollout]'",
+        ) from error
+    try:
+        client = redis.Redis.from_url(url)
+    except ValueError as error:
+        raise ConfigError(
+            "not a Redis address", value=control.masked_url(url), limit="redis://HOST:PORT"
+        ) from error
+    try:
+        with client:
+            yield EpisodeStream(client, run)
+    except redis.RedisError as error:
+        raise Unavailable(
+            "Redis cannot be read", value=f"{control.masked_url(url)}: {error}"
+        ) from error
