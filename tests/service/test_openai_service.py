@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from pathlib import Path
@@ -16,7 +17,11 @@ from harness_sdk import OctopusClient
 from harness_sdk.cli.settings import validate_config
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
+from tests.service.openai_service import endpoint
+from tests.service.sdk_service import calls
 from tests.service.test_server import certificate
+
+DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
 
 
 def settings(chat_folder: Path, tmp_path: Path, **server: Any) -> dict[str, Any]:
@@ -61,3 +66,17 @@ async def test_certificates_are_those_of_the_server(chat_folder: Path, tmp_path:
         url = f"https://localhost:{port}/v1/models"
         async with aiohttp.ClientSession() as http, http.get(url, ssl=trusting) as reply:
             assert (await reply.json())["data"][0]["id"] == chat_folder.name
+
+
+async def test_agent_of_the_documentation_earns_its_reward() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "openai.md", "exec"), names)
+
+    def model(text: str) -> str:
+        return "It is 77 m high." if "77 m" in text else calls(("lookup", {"key": "tower"}))
+
+    async with endpoint(model, auth_token="key") as service:
+        assert await names["episode"](service.url, "key", "tower-1") == 1.0
+    (record,) = service.records.written
+    assert (record.reward, len(record.nodes), len(record.threads)) == (1.0, 4, 1)
