@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_service.chat import Template
 from rollout_service.chat.calls import ParsedReply, family_of, opens_reasoning, parse_reply
+from rollout_service.chat.proof import probe
 
 _FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 _SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -125,6 +126,15 @@ def test_calls_come_back_as_the_template_got_them(name: str, data: st.DataObject
         (tool, given, "") for tool, given in calls
     ]
     assert (parsed.text, parsed.reasoning) == ("", "")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_call_that_a_model_is_shown_is_read(name: str) -> None:
+    shown = probe(TEMPLATES[name]).shape.call_example
+    (call,) = parse_reply(
+        shown.replace("<function-name>", "look"), family=TAUGHT[name], step=1
+    ).tool_calls
+    assert (call.name, call.arguments, call.error) == ("look", {"a": "value"}, "")
 
 
 @pytest.mark.parametrize("name", WITH_TEXT)

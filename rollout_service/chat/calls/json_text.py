@@ -16,6 +16,8 @@ _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 # Between strings and brackets stand numbers, true, false, null and separators. Markers of calls
 # have other characters, so that JSON which lost a quote or a bracket ends at the next one.
 _PLAIN = re.compile(r"[\s:,+\-.0-9Eaeflnrstu]*")
+# Characters of the JSON in which its name is looked for while the rest is on its way.
+_MAX_HEAD = 1000
 # Without what only a lost quote brings into a name.
 _NAME_FIRST = re.compile(r'\{\s*"name"\s*:\s*"([^"\\<>{}\x00-\x1f]{1,200})"')
 
@@ -36,8 +38,8 @@ def json_text(
     yield from spaces(reader)
     end = _End()
     while True:
-        found = name.match(reader.text) if call is not None and not call.name else None
-        if call is not None and found is not None and found[1].strip():
+        found = name.match(reader.text, 0, _MAX_HEAD) if call is not None else None
+        if call is not None and not call.name and found is not None and found[1].strip():
             call.begin(found[1])
         if end.find(reader.text):
             return reader.take(end.at)
