@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,10 @@ from harness_sdk.cli.stack_config import StackConfig
 from harness_sdk.client import OctopusClient
 from harness_sdk.errors import AuthError, EpisodeNotFound, ServiceError
 from harness_sdk.record import record_from_bytes
-from harness_sdk.types import SamplingOptions
 from rollout_service.bus import read_bus_state
 from tests.chat_tokenizers import save_chat_tokenizer
+from tests.e2e.rollout_process import ROLLOUT, play_episode, until_gone, until_listening
 from tests.tiny_models import save_tiny_model
-
-ROLLOUT = [sys.executable, "-m", "rollout_service"]
 
 
 @pytest.fixture(scope="module")
@@ -39,37 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def servers(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     async with embedded_valkey(tmp_path / "valkey") as redis_url, embedded_broker() as mqtt_url:
         yield {"OCTOPUS_REDIS_URL": redis_url, "OCTOPUS_MQTT_URL": mqtt_url}
-
-
-async def _until_listening(process: asyncio.subprocess.Process, port: int, log: Path) -> None:
-    async with asyncio.timeout(120):
-        while True:
-            assert process.returncode is None, log.read_text()
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.close()
-                return
-            except OSError:
-                await asyncio.sleep(0.1)
-
-
-async def _until_gone(pids: Sequence[int]) -> None:
-    async with asyncio.timeout(15):
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            await asyncio.sleep(0.05)
-
-
-async def _play_episode(
-    client: OctopusClient, episode_id: str, group_id: str = "g", reward: float = 1.0
-) -> str:
-    """Two sampled turns on two threads; returns the record's entry id."""
-    async with client.episode(task_id="t", group_id=group_id, episode_id=episode_id) as episode:
-        sampling = SamplingOptions(max_tokens=4, seed=1)
-        await episode.root.generate("What is 6 times 7?", sampling=sampling)
-        children = await episode.root.fork({"left": "six", "right": "seven"})
-        await children["left"].generate("Go on.", sampling=sampling)
-        await episode.root.done("42")
-        return (await episode.close(reward=reward)).entry_id
 
 
 @pytest.mark.slow
@@ -85,7 +52,7 @@ async def test_command_serves_a_client_and_stops_at_sigterm(
         environment={**servers, "OCTOPUS_TOKEN": "sesame", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        await _until_listening(process, port, log)
+        await until_listening(process, port, log)
         address = f"127.0.0.1:{port}"
         with pytest.raises(AuthError):
             async with OctopusClient.connect(address):
@@ -94,7 +61,7 @@ async def test_command_serves_a_client_and_stops_at_sigterm(
             info = client.info
             assert (info.replica_id, info.run, info.engine) == ("r-7", "e2e", "transformers")
             assert info.policy_versions == (0,)
-            entry_id = await _play_episode(client, "episode-1")
+            entry_id = await play_episode(client, "episode-1")
             async with redis.asyncio.Redis.from_url(servers["OCTOPUS_REDIS_URL"]) as store:
                 entries: Any = await store.xrange(control.episodes_key("e2e"))
             assert entries[0][0].decode() == entry_id
@@ -133,9 +100,9 @@ async def test_stop_without_redis_keeps_the_episode_for_the_next_start(
     log = tmp_path / "rollout.log"
     process = await spawn(command, log_path=log, environment={"OMP_NUM_THREADS": "1"})
     try:
-        await _until_listening(process, port, log)
+        await until_listening(process, port, log)
         async with OctopusClient.connect(f"127.0.0.1:{port}") as client:
-            closing = asyncio.create_task(_play_episode(client, "kept"))
+            closing = asyncio.create_task(play_episode(client, "kept"))
             async with asyncio.timeout(30):
                 while "Redis did not take an episode" not in log.read_text():
                     await asyncio.sleep(0.1)
@@ -145,7 +112,7 @@ async def test_stop_without_redis_keeps_the_episode_for_the_next_start(
                 await closing
         async with embedded_valkey(tmp_path / "valkey", redis_port) as url:
             process = await spawn(command, log_path=log, environment={"OMP_NUM_THREADS": "1"})
-            await _until_listening(process, port, log)
+            await until_listening(process, port, log)
             assert await stop(process, 20) == 0
             async with redis.asyncio.Redis.from_url(url) as store:
                 entries: Any = await store.xrange(control.episodes_key("default"))
@@ -180,17 +147,17 @@ async def test_stack_serves_and_leaves_no_process_behind(model: Path, tmp_path: 
         pids = [stack.valkey.process.pid, stack.processes["rollout"].pid]
         supervisor = asyncio.create_task(stack.supervise())
         async with OctopusClient.connect(stack.address) as client:
-            await _play_episode(client, "before")
+            await play_episode(client, "before")
             # The supervisor brings a killed Valkey back, on the same port and data.
             os.kill(pids[0], signal.SIGKILL)
-            await asyncio.wait_for(_play_episode(client, "after"), 30)
+            await asyncio.wait_for(play_episode(client, "after"), 30)
         pids.append(stack.valkey.process.pid)
         async with redis.asyncio.Redis.from_url(stack.redis_url) as store:
             assert await store.xlen(control.episodes_key("stack")) == 2
         os.kill(stack.processes["rollout"].pid, signal.SIGKILL)
         with pytest.raises(ServiceError, match="the rollout service ended"):
             await asyncio.wait_for(supervisor, 10)
-    await _until_gone(pids)
+    await until_gone(pids)
 
 
 @pytest.mark.slow
@@ -208,7 +175,7 @@ async def test_stack_turns_the_whole_loop(model: Path, tmp_path: Path) -> None:
         for version in range(3):
             for number in range(2):
                 episode_id = f"episode-{version}-{number}"
-                await _play_episode(client, episode_id, f"group-{version}", float(number))
+                await play_episode(client, episode_id, f"group-{version}", float(number))
             async with asyncio.timeout(60):
                 while version + 1 not in (await client.status()).policy_versions:
                     assert not supervisor.done(), stack.log_path("trainer").read_text()
@@ -240,4 +207,4 @@ async def test_killed_up_command_leaves_no_process_behind(model: Path, tmp_path:
         process.send_signal(ending)
         status = await asyncio.wait_for(process.wait(), 30)
         assert status == (0 if ending == signal.SIGINT else -signal.SIGKILL)
-        await _until_gone([int(pid) for pid in children])
+        await until_gone([int(pid) for pid in children])

@@ -33,13 +33,6 @@ _MAX_VERSION = 16
 """Highest version that a test loads."""
 
 
-# vLLM and what it imports warn of their own affairs when imported; later warnings are errors.
-prepare_environment()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    importlib.import_module("rollout_service.engine.vllm.seams")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """A running engine and the model that it serves."""
@@ -74,17 +67,35 @@ class Fleet:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Family by family, so that each engine starts once; tests with engines of their own first."""
+    """Behind all others, family by family, so that each engine starts once.
+
+    Tests with engines of their own come before them.
+    """
+    here = Path(__file__).parent
     families = list(DTYPES)
 
     def order(item: pytest.Item) -> int:
+        if here not in item.path.parents:
+            return -2
         chosen = getattr(item, "callspec", None)
         family = chosen.params.get("family") if chosen is not None else None
         if "served_bf16" in getattr(item, "fixturenames", ()):
             family = "qwen3_5"
         return families.index(family) if family in families else -1
 
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker("vllm")
     items.sort(key=order)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_vllm() -> None:
+    """vLLM, once it is needed; what it imports warns of its own affairs."""
+    prepare_environment()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("rollout_service.engine.vllm.seams")
 
 
 @pytest.fixture(scope="session")

@@ -5,27 +5,27 @@ from __future__ import annotations
 import random
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from vllm.config import VllmConfig  # pyright: ignore[reportMissingImports]
-from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
-from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
-from vllm.v1.core.kv_cache_utils import (  # pyright: ignore[reportMissingImports]
+from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
 )
-from vllm.v1.kv_cache_interface import (  # pyright: ignore[reportMissingImports]
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
 )
-from vllm.v1.worker.block_table import BlockTable  # pyright: ignore[reportMissingImports]
-from vllm.v1.worker.utils import AttentionGroup  # pyright: ignore[reportMissingImports]
+from vllm.v1.worker.block_table import BlockTable
+from vllm.v1.worker.utils import AttentionGroup
 
 from harness_sdk.errors import ConfigError
 from rollout_service.engine.mount_layers import choose_mount_layers
@@ -209,7 +209,10 @@ def new_metadata(seq_lens: torch.Tensor, num_reqs: int, max_seq_len: int) -> Any
 def test_lengths_are_shorter_in_the_buffer_that_was_captured() -> None:
     hidden = HiddenRows(MAX_REQS, CPU)
     group: Any = AttentionGroup(
-        backend=SimpleNamespace, layer_names=["layer"], kv_cache_spec=None, kv_cache_group_id=1
+        backend=cast(Any, SimpleNamespace),
+        layer_names=["layer"],
+        kv_cache_spec=cast(Any, None),
+        kv_cache_group_id=1,
     )
     group.metadata_builders = [Builder()]
     adopt(group, MountFreeGroup)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from harness_sdk.errors import Unavailable
 from harness_sdk.types import Message, SamplingOptions
+from tests.e2e.rollout_process import descendants
 from tests.session_cases import Bench
 from tests.vllm.conftest import Fleet, new_play
 
@@ -28,11 +27,7 @@ SOON_S = 15.0
 
 def engine_processes() -> list[int]:
     """The engine's process and all below it."""
-    found = [p.pid for p in multiprocessing.active_children() if p.pid is not None]
-    for pid in found:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
+    return descendants(os.getpid())
 
 
 def is_alive(pid: int) -> bool:

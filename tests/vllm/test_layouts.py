@@ -7,23 +7,23 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops  # pyright: ignore
-from vllm.v1.attention.backends.flash_attn import (  # pyright: ignore[reportMissingImports]
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
 )
-from vllm.v1.attention.backends.triton_attn import (  # pyright: ignore[reportMissingImports]
+from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
 )
-from vllm.v1.attention.backends.utils import (  # pyright: ignore[reportMissingImports]
+from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
 )
-from vllm.v1.kv_cache_interface import (  # pyright: ignore[reportMissingImports]
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
     compute_layout_strides,
     create_kv_cache_views,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout  # pyright: ignore[reportMissingImports]
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rollout_service.engine.vllm.rows import PackedRows, StridedRows
 from tests.unit.test_vllm_rows import (

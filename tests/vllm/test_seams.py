@@ -37,7 +37,7 @@ def test_missing_attribute_of_an_instance_is_named() -> None:
 
 
 def test_windowed_attention_is_refused_by_name() -> None:
-    from vllm.v1 import kv_cache_interface  # pyright: ignore[reportMissingImports]
+    from vllm.v1 import kv_cache_interface
 
     with pytest.raises(ConfigError, match="attention kind cannot be mounted; got Sliding"):
         groups.is_recurrent(
