@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,13 @@ def _value(match: re.Match[str]) -> str:
 
 def test_the_four_services_are_there(services: dict[str, Any]) -> None:
     assert set(services) == {"valkey", "mosquitto", "rollout", "trainer"}
+    known = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    )
     for name in CONFIGS:
         assert services[name]["build"]["dockerfile"] == "docker/Dockerfile"
+        extras = services[name]["build"]["args"]["EXTRAS"].split(",")
+        assert name in extras and known.issuperset(extras)
         assert set(services[name]["depends_on"]) == {"valkey", "mosquitto"}
         assert services[name]["volumes"][0] == "/models/m:/model:ro"
         (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
@@ -61,6 +67,15 @@ def test_command_is_a_configuration(services: dict[str, Any], name: str) -> None
     assert config.model.path == Path("/model")
     assert config.model.device == "cuda"
     assert config.run == "default"
+
+
+def test_rollout_serves_with_vllm_which_its_image_holds(services: dict[str, Any]) -> None:
+    rollout = services["rollout"]
+    config = load_config(
+        RolloutConfig, None, rollout["command"][2:], environment=rollout["environment"]
+    )
+    assert config.engine.name == "vllm"
+    assert "vllm" in services["rollout"]["build"]["args"]["EXTRAS"].split(",")
 
 
 def test_rollout_is_published_on_loopback_and_asks_for_the_token(services: dict[str, Any]) -> None:

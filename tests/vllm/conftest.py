@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import random
+import sys
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -25,6 +28,25 @@ from rollout_service.engine.vllm.launch import prepare_environment
 from tests.engine_cases import ENGINES, Play
 from tests.reference import Reference
 from tests.vllm.models import DTYPES, MOE_FAMILIES, save_servable_model, servable_model
+
+
+@contextlib.contextmanager
+def vllm_environment() -> Iterator[None]:
+    """What vLLM and its processes read; other tests never see it."""
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", list(sys.path)):
+        prepare_environment()
+        yield
+
+
+# vLLM and what it imports warn of their own affairs when imported; later warnings are errors.
+with vllm_environment(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for module in (
+        "rollout_service.engine.vllm.seams",
+        "vllm.v1.core.kv_cache_utils",
+        "vllm.v1.attention.backends.triton_attn",
+    ):
+        importlib.import_module(module)
 
 FP32_FAMILIES = tuple(family for family, dtype in DTYPES.items() if dtype == "float32")
 BF16_FAMILIES = tuple(family for family, dtype in DTYPES.items() if dtype == "bfloat16")
@@ -89,13 +111,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imported_vllm() -> None:
-    """vLLM, once it is needed; what it imports warns of its own affairs."""
-    prepare_environment()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("rollout_service.engine.vllm.seams")
+@pytest.fixture(scope="package", autouse=True)
+def environment() -> Iterator[None]:
+    """Around the tests of this folder."""
+    with vllm_environment():
+        yield
 
 
 @pytest.fixture(scope="session")
