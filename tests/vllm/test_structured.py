@@ -103,7 +103,7 @@ async def test_logprobs_are_those_of_what_the_mask_leaves(
     allowed = [{"a", "x"}, {"b", "c"}] if text != "x" else [{"a", "x"}]
     expected = []
     for step, characters in enumerate(allowed):
-        ids = [tokenizer._encode_plain(character)[0] for character in sorted(characters)]
+        ids = [tokenizer.encode_plain(character)[0] for character in sorted(characters)]
         left = rows[2 + step][ids].log_softmax(-1)
         expected.append(left[ids.index(turn.token_ids[3 + step])].item())
     assert turn.sampled_logprobs == pytest.approx((*expected, 0.0), abs=2e-5)
