@@ -42,7 +42,7 @@ def first_end(finder: StopStrings, stops: Sequence[str], token_ids: Sequence[int
 )
 def test_a_string_is_found_at_the_token_that_completes_it(stop: str) -> None:
     text = "the quick brown fox jumped né über ü\n a 日本語 🙂 </tool> <|im_end|> fox"
-    token_ids = [token for char in text for token in TOKENIZER._encode_plain(char)]
+    token_ids = [token for char in text for token in TOKENIZER.encode_plain(char)]
     rng = random.Random(1)
     for _ in range(20):
         start = rng.randrange(len(token_ids))
@@ -59,7 +59,7 @@ def test_only_tokens_that_may_end_a_string_are_read_in_their_place() -> None:
         calls.append(len(token_ids))
         return TOKENIZER.decode(token_ids)
 
-    token_ids = TOKENIZER._encode_plain("abcabcabcabcabc Observation:") * 3
+    token_ids = TOKENIZER.encode_plain("abcabcabcabcabc Observation:") * 3
     finder = StopStrings(decode)
     end = first_end(finder, ("Observation:",), token_ids)
     assert TOKENIZER.decode(token_ids[:end]).endswith("Observation:")
@@ -70,7 +70,7 @@ def test_only_tokens_that_may_end_a_string_are_read_in_their_place() -> None:
 
 def test_the_decoder_travels_to_another_process() -> None:
     finder = StopStrings()
-    token_ids = TOKENIZER._encode_plain("one stop")
+    token_ids = TOKENIZER.encode_plain("one stop")
     assert finder.completed(("stop",), token_ids) is None
     finder.load(pickle.dumps(TOKENIZER.decode))
     assert finder.completed(("never", "stop"), token_ids) == "stop"
