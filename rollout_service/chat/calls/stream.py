@@ -8,6 +8,9 @@ from rollout_service.chat.calls.families import FAMILIES
 from rollout_service.chat.calls.output import Output
 from rollout_service.chat.calls.reader import Reader
 
+# Characters: the reader copies what it has not read each time that it reads a little.
+_PIECE = 4096
+
 
 class ReplyStream:
     """Takes a reply apart while it arrives. Nothing that a model wrote makes it raise.
@@ -37,8 +40,10 @@ class ReplyStream:
     def push(self, text: str) -> list[ReplyEvent]:
         """The events that `text` completes."""
         # Half of a surrogate pair is no text; nothing behind could send it on.
-        self._reader.push(text.encode("utf-8", "replace").decode("utf-8"))
-        next(self._parser, None)
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        for start in range(0, len(text), _PIECE):
+            self._reader.push(text[start : start + _PIECE])
+            next(self._parser, None)
         return self._out.drain()
 
     def finish(self) -> list[ReplyEvent]:
