@@ -118,16 +118,16 @@ class ToolLoop:
                 value=", ".join(sorted(clash)),
                 remedy="rename the tool or leave the primitive out of the episode",
             )
-        tasks: list[asyncio.Task[None]] = []
-        loop = _ThreadLoop(self, thread, tasks)
+        below = _Below()
+        loop = _ThreadLoop(self, thread, below)
         try:
             await loop.run(as_messages(messages))
         finally:
-            for task in tasks:
+            for task in below.tasks:
                 task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
-        return loop.result()
+            if below.tasks:
+                await asyncio.wait(below.tasks)
+        return _results(loop, below)
 
     async def tell(self, event: LoopEvent) -> None:
         """Hand `event` to the hook."""
@@ -136,59 +136,81 @@ class ToolLoop:
             await told
 
 
+@dataclass(slots=True)
+class _Below:
+    """The loops below the first, parents before their children, and the tasks that run them."""
+
+    loops: list[_ThreadLoop] = field(default_factory=list["_ThreadLoop"])
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+
+def _results(root: _ThreadLoop, below: _Below) -> LoopResult:
+    """The result of `root` with all below it, from the leaves up: trees may be of any depth."""
+    found: dict[str, dict[str, LoopResult]] = {}
+    for loop in reversed(below.loops):
+        parent = loop.thread.parent
+        assert parent is not None
+        result = loop.result(found.pop(loop.thread.thread_id, {}))
+        found.setdefault(parent.thread_id, {})[result.thread_id] = result
+    return root.result(found.pop(root.thread.thread_id, {}))
+
+
 class _ThreadLoop:
     """The loop of one thread; a fork begins further ones."""
 
-    def __init__(self, loop: ToolLoop, thread: Thread, tasks: list[asyncio.Task[None]]) -> None:
+    def __init__(self, loop: ToolLoop, thread: Thread, below: _Below) -> None:
+        self.thread = thread
         self._loop = loop
-        self._thread = thread
-        self._tasks = tasks
-        self._children: dict[str, _ThreadLoop] = {}
+        self._below = below
         self._status: ThreadStatus | None = None
         self._num_turns = 0
         self._num_calls = 0
         self._num_failed_calls = 0
 
-    def result(self) -> LoopResult:
-        """How the thread stands; one that was stopped on the way counts as cancelled."""
-        thread = self._thread
-        status = self._status or thread.status
+    @property
+    def status(self) -> ThreadStatus:
+        """How the thread ended; one that was stopped on the way counts as cancelled."""
+        status = self._status or self.thread.status
+        return status if status.is_final else ThreadStatus.CANCELLED
+
+    def result(self, children: dict[str, LoopResult]) -> LoopResult:
+        """How the thread stands, with the results of its children, the last one first."""
+        thread = self.thread
         return LoopResult(
             thread_id=thread.thread_id,
-            status=status if status.is_final else ThreadStatus.CANCELLED,
+            status=self.status,
             answer=thread.answer,
             evidence=thread.evidence,
             num_turns=self._num_turns,
             num_calls=self._num_calls,
             num_failed_calls=self._num_failed_calls,
-            children={name: child.result() for name, child in self._children.items()},
+            children=dict(reversed(children.items())),
         )
 
     async def run(self, messages: Sequence[Message] = ()) -> None:
         """Turn after turn until the thread ends or its budgets allow no other."""
-        before = _thread.set(self._thread)
+        before = _thread.set(self.thread)
         try:
             await self._run(messages)
         finally:
             _thread.reset(before)
 
     async def _run(self, messages: Sequence[Message]) -> None:
-        while not self._thread.ended:
+        while not self.thread.ended:
             turn = await self._turn(messages)
             if turn is None:
                 break
-            messages = [] if self._thread.ended else await self._execute(turn)
-        if not self._thread.ended and self._thread.parent is not None:
+            messages = [] if self.thread.ended else await self._execute(turn)
+        if not self.thread.ended and self.thread.parent is not None:
             # Nobody else will end it, and its parent may wait for it.
-            await self._thread.cancel(f"no further turn fits: {self._status}")
-        status = self.result().status
-        await self._loop.tell(LoopEvent(thread_id=self._thread.thread_id, status=status))
+            await self.thread.cancel(f"no further turn fits: {self._status}")
+        await self._loop.tell(LoopEvent(thread_id=self.thread.thread_id, status=self.status))
 
     async def _turn(self, messages: Sequence[Message]) -> Turn | None:
         try:
             return await self._generate(messages)
         except BudgetExhausted as error:
-            logger.info("thread %s: %s", self._thread.thread_id, error)
+            logger.info("thread %s: %s", self.thread.thread_id, error)
             if any(message.role == "tool" for message in messages):
                 # What does not fit is replaced by the reason, so that the model can still answer.
                 told = [_instead(message, f"error: {error}") for message in messages]
@@ -196,13 +218,13 @@ class _ThreadLoop:
                     return await self._generate(told)
                 except BudgetExhausted:
                     pass
-        budget = self._thread.budget
+        budget = self.thread.budget
         no_turns = budget is not None and budget.turns_left == 0
         self._status = ThreadStatus.MAX_TURNS if no_turns else ThreadStatus.BUDGET
         return None
 
     async def _generate(self, messages: Sequence[Message]) -> Turn:
-        thread, started = self._thread, time.monotonic()
+        thread, started = self.thread, time.monotonic()
         # The service renders the tools into the first prompt of the root, which all inherit.
         first = thread.parent is None and thread.num_turns == 0
         turn = await thread.generate(
@@ -217,15 +239,15 @@ class _ThreadLoop:
 
     async def _execute(self, turn: Turn) -> list[Message]:
         """The turn's calls in order; the observations that the service does not write itself."""
-        if not turn.tool_calls and "done" not in self._thread.primitives:
-            await self._thread.done(turn.text)
+        if not turn.tool_calls and "done" not in self.thread.primitives:
+            await self.thread.done(turn.text)
         observations: list[Message] = []
         for call in turn.tool_calls:
             started, failed, stands = time.monotonic(), False, True
             observation: str | None = None
             try:
-                if call.name in self._thread.primitives and not call.error:
-                    stands = await call_primitive(self._thread, call, self._begin_child)
+                if call.name in self.thread.primitives and not call.error:
+                    stands = await call_primitive(self.thread, call, self._begin_child)
                 else:
                     observation = await self._call_tool(call)
             except _Observed as observed:
@@ -252,10 +274,10 @@ class _ThreadLoop:
             raise _Observed(call.error)
         tool = self._loop.tools.get(call.name)
         if tool is None:
-            known = [*self._loop.tools, *self._thread.primitives]
+            known = [*self._loop.tools, *self.thread.primitives]
             raise _Observed(f"unknown tool `{call.name:.100}`; allowed: {', '.join(known)}")
-        budget = self._thread.budget
-        if budget is not None and budget.reserve_reached and "done" in self._thread.primitives:
+        budget = self.thread.budget
+        if budget is not None and budget.reserve_reached and "done" in self.thread.primitives:
             raise _Observed(f"the answer reserve is reached: no {call.name}; call done")
         bound = tool.bind(call.arguments)
         timeout_s = self._loop.options.tool_timeout_s
@@ -272,7 +294,7 @@ class _ThreadLoop:
             return self._failed(call, text, error)
 
     def _failed(self, call: ToolCall, text: str, error: Exception) -> str:
-        thread = self._thread
+        thread = self.thread
         if self._loop.options.raise_tool_failures:
             raise ToolError(
                 f"tool {call.name} failed: {text}",
@@ -283,9 +305,9 @@ class _ThreadLoop:
         raise _Observed(text) from error
 
     def _begin_child(self, child: Thread) -> None:
-        loop = _ThreadLoop(self._loop, child, self._tasks)
-        self._children[child.thread_id] = loop
-        self._tasks.append(child.spawn(loop.run()))
+        loop = _ThreadLoop(self._loop, child, self._below)
+        self._below.loops.append(loop)
+        self._below.tasks.append(child.spawn(loop.run()))
 
     async def _count(
         self, call: ToolCall, observation: str | None, failed: bool, elapsed_s: float
@@ -294,7 +316,7 @@ class _ThreadLoop:
         self._num_failed_calls += failed
         await self._loop.tell(
             LoopEvent(
-                thread_id=self._thread.thread_id,
+                thread_id=self.thread.thread_id,
                 call=call,
                 observation=observation,
                 failed=failed,

@@ -209,9 +209,12 @@ class Thread:
 
     def descendants(self) -> Iterator[Thread]:
         """Children before grandchildren."""
-        for child in self.children:
-            yield child
-            yield from child.descendants()
+        # A tree may be deeper than Python's stack.
+        left = self.children[::-1]
+        while left:
+            thread = left.pop()
+            yield thread
+            left += reversed(thread.children)
 
     def begin_step(self) -> Step:
         """Finish the last step and begin the next."""
