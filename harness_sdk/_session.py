@@ -23,6 +23,7 @@ class Session:
         sampling: What a turn takes that says nothing else.
         primitives: Branching tools that the model is offered.
         limits: The budgets that the service granted.
+        figures: What its agent reports of it.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Session:
         self.sampling = sampling
         self.primitives = primitives
         self.limits = Limits()
+        self.figures: dict[str, float] = {}
         self._rpc = rpc
         self._closed: HarnessError | None = ClientClosed(
             "the episode is not open",

@@ -28,7 +28,8 @@ class Agent:
     name: str
     tasks: Callable[[], Iterable[Task] | AsyncIterable[Task]]
     run: Callable[[Thread, Task], Awaitable[object]]
-    """Drives the root thread. Text that it returns is the answer where the thread has not ended."""
+    """Drives the root thread. Text that it returns is what is scored, in place of the answer, and
+    the answer itself where the thread has not ended."""
     score: Callable[[Task, str], float | Awaitable[float]]
     """Outcome y in [0, 1] of a task's answer."""
     metrics: Callable[[Task, str], Mapping[str, float]] | None = None

@@ -98,6 +98,11 @@ class Episode:
         return self._root
 
     @property
+    def figures(self) -> dict[str, float]:
+        """What its threads have reported; see `Thread.report`."""
+        return dict(self._session.figures)
+
+    @property
     def limits(self) -> Limits:
         """The budgets that the service granted."""
         return self._session.limits

@@ -75,7 +75,7 @@ class EpisodeOutcome:
     measures: EpisodeMeasures | None = None
     """What its record tells, where somebody has read it."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The agent's own, of an episode that was scored."""
+    """The agent's own and what its threads reported, of an episode that was scored."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,13 +227,14 @@ class Runner:
             self._failures = 0
         seconds = time.monotonic() - started_s
         found = _outcome(group, episode, reward, failure, seconds)
-        if reward is None or self._agent.metrics is None:
+        if reward is None:
             return found
-        return replace(found, metrics=self._metrics(task, found.answer))
+        return replace(found, metrics=episode.figures | self._metrics(task, found.answer))
 
-    def _metrics(self, task: Task, answer: str) -> Mapping[str, float]:
+    def _metrics(self, task: Task, answer: str) -> dict[str, float]:
         """The agent's own; a fault in them costs no episode, for its record is sent already."""
-        assert self._agent.metrics is not None
+        if self._agent.metrics is None:
+            return {}
         try:
             return dict(self._agent.metrics(task, answer))
         except Exception:
@@ -254,20 +255,22 @@ class Runner:
 async def run_task(agent: Agent, episode: Episode, task: Task) -> float:
     """Drive an open episode with the agent, score it and close it; returns its y.
 
-    The root's `done` alone is the answer; without one, or where the policy used up its budgets,
-    y is 0.
+    Without the root's `done`, or where the policy used up its budgets, y is 0.
     """
     root = episode.root
+    scored: str | None = None
     try:
         returned = await agent.run(root, task)
-        if isinstance(returned, str) and not root.ended:
-            await root.done(returned)
+        if isinstance(returned, str):
+            scored = returned
+            if not root.ended:
+                await root.done(returned)
     except (BudgetExhausted, ThreadEnded) as error:
         # The policy's own failure, not the agent's: it scores 0 and is trained on.
         logger.info("episode %s: %s", episode.episode_id, error)
     reward = 0.0
     if root.status is ThreadStatus.DONE:
-        reward = await outcome(agent, task, root.answer)
+        reward = await outcome(agent, task, root.answer if scored is None else scored)
     await episode.close(reward=reward)
     return reward
 

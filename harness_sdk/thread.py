@@ -109,6 +109,10 @@ class Thread:
         """Whether the thread has ended, as far as its client knows."""
         return self.status.is_final
 
+    def report(self, **figures: float) -> None:
+        """Set figures of the episode, which `octopus eval` shows beside its outcome."""
+        self._session.figures |= figures
+
     async def generate(
         self,
         messages: Messages = (),

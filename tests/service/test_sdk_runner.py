@@ -181,6 +181,32 @@ async def test_metrics_that_fail_cost_no_episode(
     assert "metrics failed for task a" in caplog.text
 
 
+async def test_what_any_thread_reports_stands_beside_the_metrics(client: OctopusClient) -> None:
+    async def reporting(thread: Thread, task: dict[str, str]) -> None:
+        thread.report(found=0.0, length=9.0)
+        await thread.generate(f"say {task['id']}")
+        (child,) = (await thread.fork({"child": "go on"})).values()
+        child.report(found=0.5)
+        await thread.done(task["id"])
+
+    with_metrics = replace(agent(reporting), metrics=lambda task, answer: {"length": 1.0})
+    groups = await Runner([client], with_metrics, RunOptions(group_size=1)).run()
+    assert [group.episodes[0].metrics for group in groups] == [{"found": 0.5, "length": 1.0}] * 2
+
+
+async def test_returned_text_is_scored_in_place_of_the_answer(
+    service: Running, client: OctopusClient
+) -> None:
+    async def working(thread: Thread, task: dict[str, str]) -> str | None:
+        await thread.generate(f"say {task['id']}")
+        await thread.done("it is repaired")
+        return task["id"] if task["id"] == "a" else None
+
+    groups = await Runner([client], agent(working), RunOptions(group_size=1)).run()
+    assert [group.rewards for group in groups] == [[1.0], [0.0]]
+    assert [record.answer for record in service.records.written] == ["it is repaired"] * 2
+
+
 async def test_policy_failure_scores_zero_and_is_no_failure(
     service: Running, client: OctopusClient
 ) -> None:
