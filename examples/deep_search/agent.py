@@ -1,7 +1,8 @@
 """Deep search, agent-driven: a branch for each sub-question, the later ones reading the earlier.
 
 The code branches and the model writes, so that a model of 135M parameters can take part; it may
-call `search` itself, and is helped where it does not. `model_driven/` leaves it all to the model.
+call `search` itself, and is helped where it does not. `model_driven/` and `react/` leave it all to
+the model. With `--limits.max-threads 0` the same prompts are worked off on one thread.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from harness_sdk import Limits, Message, SamplingOptions, Thread, Turn
 
-from .corpus import Corpus, shipped_corpus, shipped_questions
-from .scoring import exact_match, f1
+from .browser import Browser
+from .corpus import shipped_corpus, shipped_questions
+from .scoring import exact_match, f1, golds
 
 LIMITS = Limits(thread_budget=2_048, answer_reserve=256, max_threads=6, max_turns=12)
 PRIMITIVES = ()
@@ -46,52 +48,72 @@ def metrics(task: Mapping[str, Any], answer: str) -> dict[str, float]:
 
 
 async def run(thread: Thread, task: Mapping[str, Any]) -> None:
-    """Answer `task` on `thread`: fork a branch per sub-question, wait, answer."""
-    corpus = shipped_corpus()
+    """Answer `task` on `thread`: a branch per sub-question, or all in turn where none is left."""
+    browser = Browser(shipped_corpus(), hit_words=_PASSAGE_WORDS)
     question = task["question"]
     opening = [
         Message(role="system", content=_SYSTEM),
         Message(role="user", content=f"{question}\nName what has to be looked up."),
     ]
-    await thread.generate(opening, tools=[corpus.search, corpus.open_page])
+    turn = await thread.generate(opening, tools=[browser.search, browser.open_page])
     parts = sub_questions(task)
+    if turn.budget.threads_left >= len(parts):
+        evidence = await _in_branches(thread, parts, browser)
+    else:
+        evidence = await _in_turn(thread, parts, browser)
+    thread.report(**browser.recall(task, evidence))
+    kind = "Answer yes or no." if is_closed(question) else "Answer in a few words."
+    turn = await thread.generate(f"{question} {kind}")
+    await thread.done(short_answer(turn.text, question), evidence)
+
+
+async def _in_branches(thread: Thread, parts: Sequence[str], browser: Browser) -> str:
+    """Look `parts` up in a branch each; returns what they found it in."""
     branches = await thread.fork({f"hop{i}": part for i, part in enumerate(parts, start=1)})
     hops: list[tuple[Thread, asyncio.Task[None]]] = []
     for branch, part in zip(branches.values(), parts, strict=True):
-        hops.append((branch, branch.spawn(_hop(branch, part, list(hops), corpus))))
-    await thread.wait()
-    kind = "Answer yes or no." if is_closed(question) else "Answer in a few words."
-    turn = await thread.generate(f"{question} {kind}")
-    await thread.done(short_answer(turn.text, question))
+        hops.append((branch, branch.spawn(_hop(branch, part, list(hops), browser))))
+    return "; ".join(result.evidence for result in await thread.wait())
 
 
 async def _hop(
     branch: Thread,
     part: str,
     earlier: Sequence[tuple[Thread, asyncio.Task[None]]],
-    corpus: Corpus,
+    browser: Browser,
 ) -> None:
-    """One sub-question: read the branch before, search, answer from the passages."""
+    """One sub-question in a branch, which reads the branch before."""
     if earlier:
         before, task = earlier[-1]
         await asyncio.wait([task])
         if before.step > 0:
             # Its passages and its answer become visible here without being encoded again.
             await branch.read_thread(before, (1, before.step))
-    answers = [thread.answer for thread, _ in earlier]
+    await branch.done(*await _look_up(branch, part, [t.answer for t, _ in earlier], browser))
+
+
+async def _in_turn(thread: Thread, parts: Sequence[str], browser: Browser) -> str:
+    """Look `parts` up one after the other on `thread` itself."""
+    answers: list[str] = []
+    evidence: list[str] = []
+    for part in parts:
+        answer, titles = await _look_up(thread, part, answers, browser)
+        answers.append(answer)
+        evidence.append(titles)
+    return "; ".join(evidence)
+
+
+async def _look_up(
+    thread: Thread, part: str, answers: Sequence[str], browser: Browser
+) -> tuple[str, str]:
+    """Search for a sub-question and answer it; returns the answer and the passages' titles."""
     part = re.sub(r"#(\d+)", lambda match: _nth(answers, int(match[1])), part)
-    turn = await branch.generate(f"{part} Call search.")
-    found = corpus.best(_query(turn) or part, _NUM_PASSAGES)
-    passages = "\n".join(f"{p.title}: {_beginning(p.text)}" for p in found)
+    turn = await thread.generate(f"{part} Call search.")
+    found = browser.hits(_query(turn) or part, _NUM_PASSAGES)
+    passages = "\n".join(f"{hit.title}: {browser.beginning(hit)}" for hit in found)
     observation = Message(role="tool", name="search", content=passages or "no hits")
-    turn = await branch.generate([observation, Message(role="user", content=part)])
-    titles = ", ".join(passage.title for passage in found)
-    await branch.done(short_answer(turn.text, part), evidence=titles)
-
-
-def golds(task: Mapping[str, Any]) -> list[str]:
-    """Every answer that counts as right."""
-    return [task["answer"], *task["aliases"]]
+    turn = await thread.generate([observation, Message(role="user", content=part)])
+    return short_answer(turn.text, part), ", ".join(hit.title for hit in found)
 
 
 def sub_questions(task: Mapping[str, Any]) -> list[str]:
@@ -136,10 +158,6 @@ def _query(turn: Turn) -> str:
         if call.name == "search" and not call.error:
             return str(call.arguments.get("query", ""))
     return ""
-
-
-def _beginning(text: str) -> str:
-    return " ".join(text.split()[:_PASSAGE_WORDS])
 
 
 def _nth(answers: Sequence[str], number: int) -> str:

@@ -1,4 +1,4 @@
-"""The passages, their BM25 index, and the two tools that reach them."""
+"""The passages, their BM25 index, and the questions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
-PAGE_WORDS = 256
 NUM_HITS = 10
-_SNIPPET_WORDS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +23,7 @@ class Passage:
 
 
 class Corpus:
-    """Passages and their index.
-
-    Example:
-        `await corpus.search("birthplace of Corey Taylor")` lists ten ids, titles and snippets;
-        `await corpus.open_page("d04012")` shows the first 256 words of one.
-    """
+    """Passages and their index."""
 
     def __init__(self, passages: list[Passage]) -> None:
         # Imported here: numpy and numba-free BM25 cost half a second that `--help` must not pay.
@@ -50,35 +43,6 @@ class Corpus:
         )
         found = zip(rows[0], scores[0], strict=True)
         return [self._order[int(row)] for row, score in found if score > 0]
-
-    async def search(self, query: str) -> str:
-        """Search Wikipedia passages by words.
-
-        Args:
-            query: What to look for.
-        """
-        hits = [
-            f"{passage.passage_id}: {passage.title} - {_first_words(passage.text)}"
-            for passage in self.best(query)
-        ]
-        return "\n".join(hits) or "no hits: try other words"
-
-    async def open_page(self, passage_id: str, page: int = 1) -> str:
-        """Read a passage found by search.
-
-        Args:
-            passage_id: The id at the beginning of a hit.
-            page: Page number, from 1.
-        """
-        passage = self.passages.get(passage_id)
-        if passage is None:
-            return f"no passage {passage_id!r}: ids look like {self._order[0].passage_id}"
-        words = passage.text.split()
-        num_pages = max(-(-len(words) // PAGE_WORDS), 1)
-        if not 1 <= page <= num_pages:
-            return f"no page {page}: {passage_id} has pages 1 to {num_pages}"
-        text = " ".join(words[(page - 1) * PAGE_WORDS : page * PAGE_WORDS])
-        return f"{passage.title} (page {page} of {num_pages})\n{text}"
 
     def _words(self, texts: list[str]) -> Any:
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
@@ -100,8 +64,3 @@ def shipped_questions() -> tuple[dict[str, Any], ...]:
 def _rows(name: str) -> list[dict[str, Any]]:
     with gzip.open(DATA / name, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
-
-
-def _first_words(text: str) -> str:
-    words = text.split()
-    return " ".join(words[:_SNIPPET_WORDS]) + (" ..." if len(words) > _SNIPPET_WORDS else "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -18,6 +19,11 @@ def normalise(text: str) -> str:
         `normalise("The  U.S., obviously") == "us obviously"`
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def golds(task: Mapping[str, Any]) -> list[str]:
+    """Every answer of a task that counts as right."""
+    return [task["answer"], *task["aliases"]]
 
 
 def exact_match(answer: str, golds: Iterable[str]) -> float:

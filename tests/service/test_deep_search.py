@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,28 @@ async def test_agent_forks_a_branch_per_hop_and_reads_the_hop_before() -> None:
     assert record.reward == 1.0
 
 
+async def test_agent_without_workers_looks_up_every_hop_on_one_thread() -> None:
+    def script(text: str) -> str:
+        if "Answer in a few words" in text:
+            return "Waylon Payne"
+        return "Jerry Lee Lewis" if "Call search" in text else "the singer"
+
+    loaded = load_agent(FOLDER)
+    task = _task("Who played the It'll Be Me singer")
+    limits = replace(LIMITS, max_threads=0)
+    async with scripted(script) as service, OctopusClient.connect(service.address) as client:
+        async with client.episode(limits=limits, primitives=(), sampling=agent.SAMPLING) as episode:
+            assert await run_task(loaded, episode, task) == 1.0
+        assert episode.figures["evidence_searched"] > 0
+        assert isinstance(service.engine, ScriptedEngine)
+        seen = service.engine.seen
+    # The same prompts as with workers: the second hop is asked with the first one's answer.
+    assert any("who played Jerry Lee Lewis on walk the line" in text for text in seen)
+    (record,) = service.records.written
+    assert [thread.thread_id for thread in record.threads] == ["root"]
+    assert record.threads[0].num_turns == 1 + 2 * 2 + 1
+
+
 async def test_a_search_call_of_the_model_is_honoured() -> None:
     def script(text: str) -> str:
         if "[branch" not in text:
@@ -94,3 +117,29 @@ async def test_model_driven_agent_lets_the_model_do_it_all() -> None:
     ):
         assert await run_task(loaded, episode, task) == 1.0
     assert [thread.answer for thread in service.records.written[0].threads] == ["6.8 inches"] * 2
+    assert episode.figures["gold_opened"] == 1.0
+    assert episode.figures["gold_cited"] == 0.0
+
+
+async def test_single_agent_searches_opens_and_answers_on_one_thread() -> None:
+    passage = _task("What is the usual average snowfall")["supporting"][-1]
+
+    def script(text: str) -> str:
+        if "page 1 of" in text:
+            return calls(("done", {"answer": "6.8 inches", "evidence": [passage]}))
+        if "<tool_response>\nd" in text:
+            return calls(("open_page", {"passage_id": passage}))
+        return calls(("search", {"query": "average snowfall in Seattle"}))
+
+    loaded = load_agent(FOLDER / "react")
+    task = _task("What is the usual average snowfall")
+    async with (
+        scripted(script) as service,
+        OctopusClient.connect(service.address) as client,
+        client.episode(limits=LIMITS, primitives=loaded.primitives) as episode,
+    ):
+        assert await run_task(loaded, episode, task) == 1.0
+        assert isinstance(service.engine, ScriptedEngine)
+        assert "fork" not in service.engine.seen[0]
+    assert len(service.records.written[0].threads) == 1
+    assert episode.figures["gold_cited"] == 1.0

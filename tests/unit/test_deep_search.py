@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 
 from examples.deep_search import agent
+from examples.deep_search.browser import HIT_WORDS, PAGE_WORDS, Browser
 from examples.deep_search.corpus import (
     DATA,
     NUM_HITS,
-    PAGE_WORDS,
     Corpus,
     Passage,
     shipped_corpus,
     shipped_questions,
 )
 from examples.deep_search.model_driven import agent as model_driven
+from examples.deep_search.react import agent as react
 from examples.deep_search.scoring import exact_match, f1, normalise
 from harness_sdk import Tool
 from harness_sdk.agents import load_agent, task_id
+from harness_sdk.cli.run_config import RunConfig
+from harness_sdk.cli.settings import load_config
+from trainer_service.config import TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -96,33 +100,85 @@ def test_bm25_finds_the_supporting_passages() -> None:
     assert set(task["supporting"]) & {p.passage_id for p in corpus.best(hop, 3)}
 
 
-async def test_search_lists_ten_hits_with_snippets() -> None:
-    lines = (await shipped_corpus().search("first female prime minister")).splitlines()
+async def test_search_lists_ten_hits_with_their_text() -> None:
+    browser = Browser(shipped_corpus())
+    lines = (await browser.search("first female prime minister")).splitlines()
     assert len(lines) == NUM_HITS
     for line in lines:
         name, _, rest = line.partition(": ")
-        title, _, snippet = rest.partition(" - ")
-        assert name in shipped_corpus().passages
-        assert title and 0 < len(snippet.split()) <= 25
-    assert await shipped_corpus().search("zzzzqqqq") == "no hits: try other words"
+        passage = shipped_corpus().passages[name]
+        assert rest == f"{passage.title} - {browser.beginning(passage)}"
+    assert await browser.search("zzzzqqqq") == "no hits: try other words"
+
+
+async def test_a_hit_shows_as_many_words_as_were_asked_for() -> None:
+    text = " ".join(f"w{i}" for i in range(HIT_WORDS + 1))
+    corpus = Corpus([Passage(passage_id="d1", title="Long", text=text)])
+    hit = await Browser(corpus).search("w0")
+    assert hit == f"d1: Long - {text.rsplit(' ', 1)[0]} ..."
+    assert await Browser(corpus, hit_words=2).search("w0") == "d1: Long - w0 w1 ..."
+    assert await Browser(corpus, hit_words=HIT_WORDS + 1).search("w0") == f"d1: Long - {text}"
 
 
 async def test_pages_cover_a_passage_once() -> None:
     text = " ".join(f"w{i}" for i in range(2 * PAGE_WORDS + 1))
-    corpus = Corpus([Passage(passage_id="d1", title="Long", text=text)])
-    pages = [await corpus.open_page("d1", page) for page in (1, 2, 3)]
+    browser = Browser(Corpus([Passage(passage_id="d1", title="Long", text=text)]))
+    pages = [await browser.open_page("d1", page) for page in (1, 2, 3)]
     assert [page.splitlines()[0] for page in pages] == [
         f"Long (page {page} of 3)" for page in (1, 2, 3)
     ]
     assert " ".join(page.splitlines()[1] for page in pages) == text
-    assert await corpus.open_page("d1", 4) == "no page 4: d1 has pages 1 to 3"
-    assert await corpus.open_page("d1", 0) == "no page 0: d1 has pages 1 to 3"
-    assert "no passage 'd2'" in await corpus.open_page("d2")
+    assert await browser.open_page("d1", 4) == "no page 4: d1 has pages 1 to 3"
+    assert await browser.open_page("d1", 0) == "no page 0: d1 has pages 1 to 3"
+    assert "no passage 'd2'" in await browser.open_page("d2")
+
+
+async def test_documents_of_many_passages_have_pages_of_8k_tokens() -> None:
+    passages = list(shipped_corpus().passages.values())
+    whole = [" ".join(p.text for p in passages[at : at + 200]) for at in range(0, 2000, 200)]
+    documents = [
+        Passage(passage_id=f"j{number}", title=f"Part {number}", text=text)
+        for number, text in enumerate(whole)
+    ]
+    browser = Browser(Corpus(documents), page_words=5_400)
+    for document in documents:
+        words = document.text.split()
+        num_pages = -(-len(words) // 5_400)
+        assert num_pages > 2
+        pages = [await browser.open_page(document.passage_id, 1 + at) for at in range(num_pages)]
+        assert [len(page.splitlines()[1].split()) for page in pages[:-1]] == [5_400] * (
+            num_pages - 1
+        )
+        assert " ".join(page.partition("\n")[2] for page in pages).split() == words
+    assert browser.opened == {document.passage_id for document in documents}
+
+
+async def test_recall_counts_what_was_searched_opened_and_cited() -> None:
+    (task,) = [t for t in shipped_questions() if t["question"].startswith("Who played the It'll")]
+    corpus = shipped_corpus()
+    (gold,) = [n for n in task["supporting"] if task["answer"] in corpus.passages[n].text]
+    (other,) = set(task["supporting"]) - {gold}
+    browser = Browser(corpus)
+    nothing = browser.recall(task, "")
+    assert set(nothing.values()) == {0.0}
+    await browser.open_page(gold)
+    await browser.open_page(gold, 99)
+    await browser.search(corpus.passages[other].title)
+    found = browser.recall(task, f"see {corpus.passages[other].title}")
+    assert found["evidence_opened"] == 0.5
+    assert found["gold_opened"] == 1.0
+    assert found["evidence_searched"] == len(browser.searched & set(task["supporting"])) / 2 > 0
+    assert (found["evidence_cited"], found["gold_cited"]) == (0.5, 0.0)
+    assert browser.recall(task, gold)["gold_cited"] == 1.0
+    # Yes stands in no passage.
+    assert not any(
+        name.startswith("gold") for name in browser.recall({**task, "answer": "yes"}, "")
+    )
 
 
 def test_tools_have_schemas_for_the_model() -> None:
-    corpus = shipped_corpus()
-    search, open_page = (Tool.from_function(f).schema for f in (corpus.search, corpus.open_page))
+    browser = Browser(shipped_corpus())
+    search, open_page = (Tool.from_function(f).schema for f in (browser.search, browser.open_page))
     assert search["function"]["parameters"]["required"] == ["query"]
     assert open_page["function"]["parameters"]["required"] == ["passage_id"]
     assert open_page["function"]["parameters"]["properties"]["page"]["type"] == "integer"
@@ -156,12 +212,26 @@ def test_short_answer_takes_yes_or_no_where_asked(reply: str, question: str, ans
     assert agent.short_answer(reply, question) == answer
 
 
-def test_both_folders_load_as_agents() -> None:
+def test_the_folders_load_as_agents() -> None:
     folder = Path(agent.__file__).parent
-    driven, guided = load_agent(folder / "model_driven"), load_agent(folder)
+    guided, driven, alone = (load_agent(folder / name) for name in (".", "model_driven", "react"))
     assert guided.primitives == ()
     assert guided.limits is not None
     assert guided.limits.thread_budget == 2_048
     assert "fork" in driven.primitives
-    assert driven.metrics is agent.metrics
+    assert driven.limits is not None
+    assert driven.limits.max_threads == 10
+    assert driven.metrics is alone.metrics is agent.metrics
     assert driven.run is model_driven.run
+    assert alone.run is react.run
+    assert alone.primitives == ("done",)
+
+
+def test_the_paper_preset_is_a_configuration_of_both_services() -> None:
+    path = Path(agent.__file__).parent / "paper.toml"
+    config = load_config(RunConfig, path, environment={})
+    assert config.group_size == 8
+    assert config.limits.max_threads == 10
+    trainer = TrainerConfig.model_validate({**config.trainer, "model": {"path": "folder"}})
+    assert (trainer.batch.groups_per_step, trainer.lora.rank) == (16, 64)
+    assert config.concurrency == config.group_size * trainer.batch.groups_per_step

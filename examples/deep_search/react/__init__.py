@@ -1,0 +1,1 @@
+"""Deep search by a single agent that writes its own tool calls."""
