@@ -39,7 +39,8 @@ class ModelOptions(Options):
     mount_layers: tuple[int, ...] | None = None
     """Layers whose attention reads mounted spans; unset takes the family's rule."""
     preamble: Literal["full", "compact"] = "full"
-    """How tools are described: full is Qwen's wording, compact suits very small models."""
+    """How tools are described where the model's chat template does not list them: full is Qwen's
+    wording; compact, for very small models, also takes the place of a template's own list."""
 
 
 class VllmOptions(Options):

@@ -104,14 +104,16 @@ class ScriptedEngine(DryEngine):
 class Bench:
     """Sessions with everything around them, and short ways to call them."""
 
-    def __init__(self, engine: Engine | None = None, **options: Any) -> None:
+    def __init__(
+        self, engine: Engine | None = None, *, chat: ChatRenderer | None = None, **options: Any
+    ) -> None:
         self.engine = engine or ScriptedEngine()
         self.sink = MemorySink()
         self.version = 0
         options.setdefault("busy_grace_s", 0.05)
         self.sessions = Sessions(
             self.engine,
-            CHAT,
+            chat or CHAT,
             self.sink,
             SessionOptions(run="r", replica_id="p", **options),
             newest_version=lambda: self.version,
@@ -174,4 +176,4 @@ def path_text(episode: Episode, thread: str = "root") -> str:
     head = episode.thread(thread).head
     assert head is not None
     ids = [token for cursor in head.path() for token in cursor.token_ids]
-    return CHAT.tokenizer.decode(ids)
+    return episode.service.chat.tokenizer.decode(ids)

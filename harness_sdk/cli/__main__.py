@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "run": "run an agent folder's tasks as groups of episodes",
     "eval": "score an agent folder without training",
     "trees": "merge recorded runs into prefix trees and measure their overlap",
+    "template": "probe a chat template: whether and how it is served",
     "view": "draw an episode's DAG as an HTML page or a PNG",
     "status": "show replicas, versions and the stream in one screen",
     "doctor": "check this machine and its services for common faults",

@@ -262,7 +262,7 @@ def check_clock(redis_url: str | None) -> Check:
 
 
 def check_model(folder: Path) -> Iterator[Check]:
-    """Configuration, weights and a ChatML tokenizer."""
+    """Configuration, weights, and a chat template that the tokenizer can append to."""
     if not (folder / "config.json").is_file():
         yield Check(
             name="model", level="fail", text=f"no config.json in {folder}",
@@ -271,7 +271,7 @@ def check_model(folder: Path) -> Iterator[Check]:
         return
     from transformers import AutoConfig
 
-    from rollout_service.chat.tokenizer import ChatTokenizer
+    from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -288,10 +288,15 @@ def check_model(folder: Path) -> Iterator[Check]:
         )  # fmt: skip
     try:
         tokenizer = ChatTokenizer.load(folder)
-        text = f"{tokenizer.vocab_size} ids, ChatML control tokens present"
-        yield Check(name="tokenizer", level="ok", text=text)
+        yield Check(name="tokenizer", level="ok", text=f"{tokenizer.vocab_size} ids")
     except ConfigError as error:
         yield Check(name="tokenizer", level="fail", text=str(error), remedy=error.remedy)
+        return
+    try:
+        shape = ChatRenderer(tokenizer, load_template(folder)).probed.shape
+        yield Check(name="template", level="ok", text=f"append-only, mode {shape.mode}")
+    except ConfigError as error:
+        yield Check(name="template", level="fail", text=str(error), remedy=error.remedy)
 
 
 def _unreachable(name: str, error: HarnessError) -> Check:

@@ -25,6 +25,7 @@ message can hold."""
 NOTE_NAME = "harness"
 """The tool that a note of the harness answers for, where a template wants one."""
 
+_INDEXED_ID = re.compile(r"functions\..*:(\d{1,4})")
 _LONG_ID = re.compile(r"[A-Za-z0-9]{9,}")
 _USER: dict[str, Any] = {"role": "user", "content": "u"}
 
@@ -42,6 +43,8 @@ class CallForm:
     """Arguments are JSON text, not an object."""
     indexed_ids: bool = False
     """Calls are known as `functions.NAME:INDEX`."""
+    counted_ids: bool = False
+    """INDEX counts the calls of the whole conversation, not those of a turn."""
     long_ids: bool = False
     """Call ids have nine characters or more, letters and digits alone."""
 
@@ -56,8 +59,17 @@ class CallForm:
         if self.indexed_ids and not given.startswith("functions."):
             return f"functions.{_name(message)}:{index}"
         if self.long_ids and not _LONG_ID.fullmatch(given):
-            return hashlib.sha256(f"{given}/{index}".encode()).hexdigest()[:9]
+            return hashlib.sha256(f"{given}/{index}".encode("utf-8", "replace")).hexdigest()[:9]
         return given or f"call_{index}"
+
+    def earlier(self, answers: Sequence[Message]) -> list[Rendered]:
+        """A turn with as many calls, and their answers, as came before those that are answered."""
+        counts = [_INDEXED_ID.fullmatch(message.tool_call_id) for message in answers[:1]]
+        number = int(counts[0].group(1)) if self.counted_ids and counts and counts[0] else 0
+        if not number:
+            return []
+        answer = {"role": "tool", "content": "x", "tool_call_id": "x"}
+        return [self.turn([NOTE_NAME] * number, argument="x"), *([answer] * number), dict(_USER)]
 
     def _call(self, index: int, name: str, argument: str) -> Rendered:
         arguments: Any = f'{{"a": "{argument}"}}' if self.text_arguments else {"a": argument}
@@ -153,14 +165,16 @@ class Increments:
         form = self.shape.call_form
         answers = [message for message in messages if message.role == "tool"]
         turn: Rendered = {"role": "assistant", "content": MARKER}
+        before = [dict(_USER)]
         if answers and form is not None:
             called = answers if self.shape.call_each else answers[:1]
             turn = form.turn([_name(message) for message in called])
-        return [dict(_USER), turn, *as_rendered(messages, form or CallForm())]
+            before += form.earlier(answers)
+        return [*before, turn, *as_rendered(messages, form or CallForm())]
 
     def _behind_prefix(self, messages: Sequence[Message]) -> str:
         conversation = self.conversation(messages)
-        has_call = "tool_calls" in conversation[1]
+        has_call = any("tool_calls" in message for message in conversation)
         tail = self.shape.call_tail if has_call else self.shape.terminator
         anchor = f"{MARKER}{tail}"
         text = self._template.render(conversation)

@@ -197,7 +197,9 @@ def _call_form(template: Template) -> CallForm | None:
         if text is None or MARKER not in text:
             continue
         if f"functions.{NOTE_NAME}:0" in text:
-            form = dataclasses.replace(form, indexed_ids=True)
+            again = _try(template, [*calls, dict(_USER), calls[1]]) or ""
+            counted = f"functions.{NOTE_NAME}:1" in again
+            form = dataclasses.replace(form, indexed_ids=True, counted_ids=counted)
         answer = as_rendered([Message(role="tool", content="x")], form)
         if _try(template, [*calls, *answer]) is not None:
             found.append((len(_tail(text, "a tool call")), form))

@@ -34,6 +34,22 @@ class Probed:
     """First place where the template's own rendering changes the history; None where it never
     does. The history that is served does not change there."""
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is special about serving this template, a sentence each."""
+        shape = self.shape
+        found = (
+            (self.depends, "increments are rendered behind a minimal prefix: the template lets "
+             f"the history change them ({self.depends})"),
+            (self.rewrites, "the template itself rewrites earlier turns; the history that is "
+             "served keeps them"),
+            (not shape.tools_printed, "the template lists no tools: the system message does"),
+            (shape.call_form is None, "the template prints no tool calls: what the model sampled "
+             "stays, and tool responses and notes are the template's tool messages"),
+            (shape.answers_apart, "a turn makes one tool call at most"),
+        )  # fmt: skip
+        return tuple(text for applies, text in found if applies)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -104,7 +120,8 @@ class _Proof:
         """Where rendering a longer history first changes an earlier prompt or turn."""
         before = ""
         for _, end, _ in self._blocks:
-            for last, opened in ((end, True), (end + 1, False)):
+            has_turn = end < len(self._messages)
+            for last, opened in ((end, True), (end + 1, False))[: 1 + has_turn]:
                 text = self._whole(self._messages[:last], opened=opened)
                 if text is None:
                     continue
@@ -197,12 +214,14 @@ def _blocks(conversation: Conversation) -> Iterator[tuple[int, int, list[Message
 
 def _needs_call(template: Template, shape: TurnFormat) -> Difference | None:
     """Whether a tool response is rendered otherwise where no call came before."""
-    answer = [Message(role="tool", content="4 hits")]
+    answer = Message(role="tool", content="4 hits")
+    if shape.call_form is not None:
+        answer = dataclasses.replace(answer, tool_call_id=shape.call_form.call_id(answer, 0))
     plain = Increments(template, dataclasses.replace(shape, call_form=None))
-    expected = Increments(template, shape).delta(answer)
+    expected = Increments(template, shape).delta([answer])
     case = "a tool response without a call"
     try:
-        found = plain.delta(answer)
+        found = plain.delta([answer])
     except InvalidRequest as error:
         return Difference(case=case, at=0, expected=expected[:40], found=error.value[:80])
     return first_difference(expected, found, case)

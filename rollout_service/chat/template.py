@@ -96,7 +96,7 @@ def load_template(folder: str | Path) -> Template:
     """
     folder = Path(folder)
     settings = _json_object(folder / "tokenizer_config.json")
-    tokens = special_tokens(settings, _json_object(folder / "special_tokens_map.json"))
+    tokens = folder_tokens(folder)
     file = folder / "chat_template.jinja"
     if file.is_file():
         return Template(file.read_text("utf-8"), tokens)
@@ -111,6 +111,12 @@ def load_template(folder: str | Path) -> Template:
 def chatml() -> Template:
     """For models without a template: ChatML, whose system message lists the tools."""
     return Template(_CHATML.read_text("utf-8"))
+
+
+def folder_tokens(folder: Path) -> dict[str, str]:
+    """`bos_token` and the like of a Hugging Face folder."""
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    return special_tokens(*(_json_object(folder / name) for name in names))
 
 
 def special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:

@@ -59,12 +59,13 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTokenizer:
-        """Read `tokenizer.json` of a Hugging Face folder, and its end-of-sequence ids.
+        """Read a Hugging Face folder's `tokenizer.json`, or that file, and end-of-sequence ids.
 
         Raises:
             ConfigError: There is no such file, or it cannot be read.
         """
-        path = Path(folder) / "tokenizer.json"
+        path = Path(folder)
+        path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
                 "no tokenizer found",
@@ -78,7 +79,7 @@ class ChatTokenizer:
             raise ConfigError("the tokenizer file cannot be read", value=path) from error
         return cls(
             tokenizer,
-            eos_token_ids=_eos_token_ids(Path(folder), tokenizer),
+            eos_token_ids=_eos_token_ids(path.parent, tokenizer),
             digest=hashlib.sha256(data).hexdigest(),
         )
 
