@@ -6,13 +6,14 @@ Text alone; tokens are the renderer's. The probe finds the shape that this goes 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness_sdk.errors import InvalidRequest
-from harness_sdk.types import Message
+from harness_sdk.types import Message, ToolCall
 from rollout_service.chat.template import Template
 
 Mode = Literal["suffix", "context"]
@@ -31,6 +32,22 @@ _USER: dict[str, Any] = {"role": "user", "content": "u"}
 
 Rendered = dict[str, Any]
 """A message as templates read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTurn(Message):
+    """An assistant's turn that no model sampled, with the calls that it makes."""
+
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_text(self) -> Message:
+        """The turn for a template that prints no calls: they stand in its text, in Hermes' form."""
+        texts = [self.content] if self.content else []
+        for call in self.tool_calls:
+            body = {"name": call.name, "arguments": dict(call.arguments)}
+            text = json.dumps(body, ensure_ascii=False)
+            texts.append(f"<tool_call>\n{text}\n</tool_call>")
+        return Message(role="assistant", content="\n".join(texts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +72,24 @@ class CallForm:
 
     def call_id(self, message: Message, index: int) -> str:
         """What a tool message answers: its own id where the template can take it."""
-        given = message.tool_call_id
+        return self._id(message.tool_call_id, _name(message), index)
+
+    def written(self, message: WrittenTurn) -> Rendered:
+        """A turn with calls that a client wrote; without its text where only one is printed."""
+        calls: list[Rendered] = []
+        for index, call in enumerate(message.tool_calls):
+            arguments: Any = dict(call.arguments)
+            if self.text_arguments:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            call_id = self._id(call.call_id, call.name, index)
+            calls.append({"id": call_id, "type": "function", "function": function})
+        content = self.content if self.content is None else message.content
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+    def _id(self, given: str, name: str, index: int) -> str:
         if self.indexed_ids and not given.startswith("functions."):
-            return f"functions.{_name(message)}:{index}"
+            return f"functions.{name}:{index}"
         if self.long_ids and not _LONG_ID.fullmatch(given):
             return hashlib.sha256(f"{given}/{index}".encode("utf-8", "replace")).hexdigest()[:9]
         return given or f"call_{index}"
@@ -172,20 +204,23 @@ class Increments:
             before += form.earlier(answers)
         return [*before, turn, *as_rendered(messages, form or CallForm())]
 
+    def _behind_user(self, messages: Sequence[Message]) -> str:
+        """What `messages` append behind a user message; the first is an assistant's turn."""
+        before: list[Rendered] = [{"role": "user", "content": MARKER}]
+        rendered = as_rendered(messages, self.shape.call_form or CallForm())
+        return _behind_marker(
+            self._template.render([*before, *rendered]),
+            self._template.render(before).rpartition(MARKER)[2],
+            messages,
+        )
+
     def _behind_prefix(self, messages: Sequence[Message]) -> str:
+        if messages[0].role == "assistant":
+            return self._behind_user(messages)
         conversation = self.conversation(messages)
         has_call = any("tool_calls" in message for message in conversation)
         tail = self.shape.call_tail if has_call else self.shape.terminator
-        anchor = f"{MARKER}{tail}"
-        text = self._template.render(conversation)
-        at = text.rfind(anchor)
-        if at < 0:
-            raise InvalidRequest(
-                "the chat template ends a turn in another way before these messages",
-                value=", ".join(message.role for message in messages),
-                remedy="append them one after the other",
-            )
-        return text[at + len(anchor) :]
+        return _behind_marker(self._template.render(conversation), tail, messages)
 
 
 def as_rendered(messages: Sequence[Message], form: CallForm) -> list[Rendered]:
@@ -194,6 +229,10 @@ def as_rendered(messages: Sequence[Message], form: CallForm) -> list[Rendered]:
     num_answers = 0
     for message in messages:
         each: Rendered = {"role": message.role, "content": message.content}
+        if isinstance(message, WrittenTurn) and message.tool_calls:
+            each = form.written(message)
+        if message.role == "assistant":
+            num_answers = 0
         if message.role == "tool":
             each["tool_call_id"] = form.call_id(message, num_answers)
             if message.name:
@@ -201,6 +240,18 @@ def as_rendered(messages: Sequence[Message], form: CallForm) -> list[Rendered]:
             num_answers += 1
         rendered.append(each)
     return rendered
+
+
+def _behind_marker(text: str, tail: str, messages: Sequence[Message]) -> str:
+    anchor = f"{MARKER}{tail}"
+    at = text.rfind(anchor)
+    if at < 0:
+        raise InvalidRequest(
+            "the chat template ends a turn in another way before these messages",
+            value=", ".join(message.role for message in messages),
+            remedy="append them one after the other",
+        )
+    return text[at + len(anchor) :]
 
 
 def _name(message: Message) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness_sdk.errors import ConfigError
-from harness_sdk.types import Message, Role, ToolSchemas
+from harness_sdk.types import Message, Role, ToolCall, ToolSchemas
 from rollout_service.chat.calls import family_of
-from rollout_service.chat.increments import CallForm, Increments, as_rendered
+from rollout_service.chat.increments import CallForm, Increments, WrittenTurn, as_rendered
 from rollout_service.chat.proof import probe
 from rollout_service.chat.template import Template, chatml
 from rollout_service.chat.tokenizer import ChatTokenizer
@@ -102,7 +102,7 @@ class ChatRenderer:
             listed = self._guard_all(list(tools))
         elif tools:
             opening = self._with_tools(opening, tools)
-        rendered = as_rendered(opening, CallForm())
+        rendered = as_rendered(opening, self._shape.call_form or CallForm())
         text = self._template.render(rendered, tools=listed) if rendered else ""
         return self.tokenizer.encode(text, begins=True) + self.delta(rest)
 
@@ -127,11 +127,25 @@ class ChatRenderer:
 
     def _guarded(self, message: Message) -> Message:
         guard = self.tokenizer.guard
-        return dataclasses.replace(
+        if isinstance(message, WrittenTurn):
+            calls = (self._guarded_call(call) for call in message.tool_calls)
+            message = dataclasses.replace(message, tool_calls=tuple(calls))
+        guarded = dataclasses.replace(
             message,
             content=guard(message.content),
             name=guard(message.name),
             tool_call_id=guard(message.tool_call_id),
+        )
+        if isinstance(guarded, WrittenTurn) and self._shape.call_form is None:
+            return guarded.as_text()
+        return guarded
+
+    def _guarded_call(self, call: ToolCall) -> ToolCall:
+        return dataclasses.replace(
+            call,
+            call_id=self.tokenizer.guard(call.call_id),
+            name=self.tokenizer.guard(call.name),
+            arguments=self._guard_all(dict(call.arguments)),
         )
 
     def _guard_all(self, value: Any) -> Any:

@@ -6,8 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from harness_sdk.types import Message, Role
+from harness_sdk.types import Message, Role, ToolCall
+from rollout_service.chat import WrittenTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +62,24 @@ def to_message(message: ChatMessage, calls: Mapping[str, tuple[str, str]]) -> Me
         message: The client's.
         calls: Of each call id that the client knows, the session's own id and the tool's name.
     """
-    if message.role != "tool":
-        texts = [message.content] if message.content else []
-        texts += [_call_text(call) for call in message.tool_calls]
-        return Message(role=message.role, content="\n".join(texts))
-    call_id, name = calls.get(message.tool_call_id, (message.tool_call_id, ""))
-    return Message(role="tool", content=message.content, name=name, tool_call_id=call_id)
+    if message.role == "tool":
+        call_id, name = calls.get(message.tool_call_id, (message.tool_call_id, ""))
+        return Message(role="tool", content=message.content, name=name, tool_call_id=call_id)
+    if not message.tool_calls:
+        return Message(role=message.role, content=message.content)
+    made = (
+        ToolCall(call_id=call.call_id, name=call.name, arguments=_arguments(call.arguments))
+        for call in message.tool_calls
+    )
+    return WrittenTurn(role="assistant", content=message.content, tool_calls=tuple(made))
 
 
-def _call_text(call: FunctionCall) -> str:
-    # As the models served here write a call (rollout_service/chat/hermes.py).
-    body = f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}'
-    return f"<tool_call>\n{body}\n</tool_call>"
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        value: object = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _canonical_json(text: str) -> str:

@@ -30,7 +30,6 @@ class ReplyText:
         self.reasoning = ""
         self._reader = reader
         self._stops = tuple(stop for stop in stops if stop)
-        self._stopped = False
         self._held = ""
         self._void = ""
         """Content that turned out to be reasoning."""
@@ -72,12 +71,9 @@ class ReplyText:
             self.reasoning += "" if self.reasoning else event.reasoning
 
     def _before_stop(self, text: str) -> str:
-        """What is surely before a stop."""
-        if self._stopped:
-            return ""
+        """What is surely before a stop; a stop that came is held for good."""
         text = self._held + text
         cuts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self._stopped = bool(cuts)
         ready = min(cuts) if cuts else len(text) - _open_end(text, self._stops)
         self._held = text[ready:]
         return text[:ready]

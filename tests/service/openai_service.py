@@ -65,12 +65,13 @@ async def endpoint(
     script: Script | None = None,
     *,
     engine: Engine | None = None,
+    chat: ChatRenderer | None = None,
     options: SessionOptions | None = None,
     api_key: str = "none",
     **server: Any,
 ) -> AsyncIterator[Endpoint]:
     """Serve a script, or an engine, over HTTP."""
-    chat = ChatRenderer(chat_tokenizer(), preamble="compact")
+    chat = chat or ChatRenderer(chat_tokenizer(), preamble="compact")
     if engine is None:
         assert script is not None, "a script or an engine"
         engine = ScriptedEngine(chat, script)

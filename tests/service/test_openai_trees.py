@@ -9,7 +9,10 @@ import openai
 import pytest
 
 from harness_sdk.record import EpisodeRecord, NodeKind
+from harness_sdk.types import Role
+from rollout_service.chat import ChatRenderer
 from rollout_service.sessions import SessionOptions
+from tests.chat_tokenizers import chat_tokenizer
 from tests.service.openai_service import TOOL, Endpoint, endpoint
 from tests.service.sdk_service import calls
 from tests.unit.scripted_server import until
@@ -99,6 +102,27 @@ async def test_same_request_again_branches_from_the_prompt() -> None:
     assert [node.parent for node in record.nodes] == [-1, 0, 0]
 
 
+class AskedRenderer(ChatRenderer):
+    """Notes after which role a turn is opened: some templates open turns in several ways."""
+
+    def opening(self, after: Role) -> tuple[int, ...]:
+        """As without the note."""
+        self.asked = [*getattr(self, "asked", []), after]
+        return super().opening(after)
+
+
+async def test_branch_from_a_prompt_opens_its_turn_as_the_prompt_asks() -> None:
+    chat = AskedRenderer(chat_tokenizer(), preamble="compact")
+    async with endpoint(counter, chat=chat) as service:
+        prompt = [user("origin")]
+        reply = await ask(service, prompt)
+        await ask(service, prompt)
+        # Another turn behind the reply, in place and as a branch.
+        await ask(service, [*prompt, reply])
+        await ask(service, [*prompt, reply])
+    assert chat.asked == ["user", "user", "assistant", "assistant"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_choices_are_branches_of_one_prompt(stream: bool) -> None:
     async with endpoint(counter) as service:
@@ -135,6 +159,27 @@ async def test_edited_reply_forks_before_it_and_is_not_trained() -> None:
         "<|im_start|>assistant\nmy words<|im_end|>\n<|im_start|>user\nsecond<|im_end|>\n"
     )
     assert len(record.threads) == 2
+
+
+async def test_edited_call_is_written_as_the_model_writes_calls() -> None:
+    def model(text: str) -> str:
+        return "done" if "<tool_response>" in text else calls(("lookup", {"key": "a"}))
+
+    async with endpoint(model) as service:
+        prompt = [user("origin")]
+        first = await ask(service, prompt, tools=[TOOL])
+        (call,) = first["tool_calls"]
+        call["function"]["arguments"] = '{"key": "b"}'
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "found"}
+        await ask(service, [*prompt, first, answer], tools=[TOOL])
+        record = await recorded(service)
+    (written,) = [node for node in record.nodes if '"b"' in service.text(node)]
+    assert written.parent == 0
+    own, marker = record.nodes[1], service.chat.tokenizer.added_ids["<tool_call>"]
+    assert marker in own.token_ids
+    assert written.token_ids[: len(own.token_ids)] == tuple(
+        service.chat.tokenizer.encode(service.text(own).replace('"a"', '"b"'))
+    )
 
 
 async def test_edited_observation_forks_behind_the_reply_that_it_answers() -> None:
