@@ -20,6 +20,7 @@ from rollout_service.engine.transformers.model import model_hash
 from tests.engine_cases import Play, save_adapter, sharp_model, span
 from tests.reference import Reference
 from tests.tiny_models import save_tiny_model
+from tests.tiny_moe_models import MOE_FAMILIES, tiny_moe_model
 
 # PEFT 0.21 reads a property that transformers 5.24 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -46,6 +47,27 @@ async def engine(
 def play(engine: TransformersEngine, family: str) -> Play:
     reference = Reference(sharp_model(family), engine.info.mount_layers)
     return Play(engine=engine, reference=reference, rng=random.Random(1))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+async def test_mixtures_of_experts_equal_the_oracle(family: str, tmp_path: Path) -> None:
+    model = tiny_moe_model(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                # Louder than fresh weights, which answer alike whatever they read.
+                parameter.mul_(4.0)
+    model.save_pretrained(str(tmp_path))
+    engine = TransformersEngine(str(tmp_path))
+    await engine.start()
+    reference = Reference(model, engine.info.mount_layers)
+    play = Play(engine=engine, reference=reference, rng=random.Random(1))
+    root = await play.extend(None, 30)
+    turn = await play.turn(root, 9, seed=1)
+    forks = [await play.extend(turn, 70), await play.extend(await play.extend(root, 1), 5)]
+    mounted = await play.extend(forks[1], 6, span(forks[0], 3, 66))
+    play.check(root, turn, *forks, mounted, await play.turn(mounted, 5, seed=2))
+    await engine.close()
 
 
 def states(engine: TransformersEngine, cursor: Cursor) -> dict[int, tuple[torch.Tensor, ...]]:

@@ -40,17 +40,43 @@ def install_mixer(module: nn.Module, dtype: torch.dtype) -> State:
     return conv, torch.zeros(mixer.state_shape(module), dtype=wide, device=weight.device)
 
 
-def gated_delta_net_forward(
+def qwen3_5_forward(
     self: Any, hidden_states: Tensor, *args: Any, strip: Strip, **kwargs: Any
 ) -> Tensor:
-    """Qwen3.5's gated delta net."""
+    """Qwen3.5's gated delta net: a projection each for q|k|v, z, b and a."""
     hidden = hidden_states[0]
-    mixed = self.in_proj_qkv(hidden)
-    z = self.in_proj_z(hidden)
-    wide = _state_dtype(hidden.dtype, hidden.device)
-    beta = self.in_proj_b(hidden).to(wide).sigmoid()
-    gate = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias)
-    output = hidden.new_zeros(hidden.shape[0], self.num_v_heads, self.head_v_dim)
+    return _gated_delta_net(
+        self,
+        self.in_proj_qkv(hidden),
+        self.in_proj_z(hidden),
+        self.in_proj_b(hidden),
+        self.in_proj_a(hidden),
+        strip,
+    )
+
+
+def qwen3_next_forward(
+    self: Any, hidden_states: Tensor, *args: Any, strip: Strip, **kwargs: Any
+) -> Tensor:
+    """Qwen3-Next's: two projections whose columns are interleaved by key head."""
+    hidden = hidden_states[0]
+    group = self.num_v_heads // self.num_k_heads
+    widths = [self.head_k_dim, self.head_k_dim, group * self.head_v_dim, group * self.head_v_dim]
+    by_head = self.in_proj_qkvz(hidden).unflatten(-1, (self.num_k_heads, -1))
+    *mixed, z = (part.flatten(1) for part in by_head.split(widths, -1))
+    by_head = self.in_proj_ba(hidden).unflatten(-1, (self.num_k_heads, -1))
+    beta, step = (part.flatten(1) for part in by_head.split(group, -1))
+    return _gated_delta_net(self, torch.cat(mixed, -1), z, beta, step, strip)
+
+
+def _gated_delta_net(
+    self: Any, mixed: Tensor, z: Tensor, beta: Tensor, step: Tensor, strip: Strip
+) -> Tensor:
+    """Convolution, delta rule, gated norm and output projection, `[1, T, hidden]`."""
+    wide = _state_dtype(mixed.dtype, mixed.device)
+    beta = beta.to(wide).sigmoid()
+    gate = -self.A_log.to(wide).exp() * F.softplus(step.to(wide) + self.dt_bias)
+    output = mixed.new_zeros(mixed.shape[0], self.num_v_heads, self.head_v_dim)
     for group in strip.groups:
         conv, state = group.states(self.layer_idx)
         inputs, conv = causal_conv(
@@ -75,7 +101,7 @@ def gated_delta_net_forward(
         group.unpack(mixed_values, output)
         group.set_states(self.layer_idx, conv, state)
     normed = self.norm(output.flatten(0, 1), z.reshape(-1, self.head_v_dim))
-    return self.out_proj(normed.view(1, hidden.shape[0], -1))
+    return self.out_proj(normed.view(1, mixed.shape[0], -1))
 
 
 def mamba2_forward(
@@ -138,8 +164,8 @@ def _mamba2_shape(module: Any) -> tuple[int, int, int]:
 
 
 MIXERS: dict[str, Mixer] = {
-    "Qwen3_5GatedDeltaNet": Mixer(gated_delta_net_forward, _gated_delta_shape),
-    "Qwen3_5MoeGatedDeltaNet": Mixer(gated_delta_net_forward, _gated_delta_shape),
+    "Qwen3_5GatedDeltaNet": Mixer(qwen3_5_forward, _gated_delta_shape),
+    "Qwen3_5MoeGatedDeltaNet": Mixer(qwen3_5_forward, _gated_delta_shape),
+    "Qwen3NextGatedDeltaNet": Mixer(qwen3_next_forward, _gated_delta_shape),
     "GraniteMoeHybridMambaLayer": Mixer(mamba2_forward, _mamba2_shape),
 }
-"""Qwen3-Next fuses its input projections and takes a function of its own here."""
