@@ -95,8 +95,8 @@ from rollout_service.engine.vllm.lifeline import Lifeline
 def grow(depth, lifeline):
     print(depth, os.getpid(), os.getsid(0), flush=True)
     if depth:
-        spawn = multiprocessing.get_context("spawn")
-        spawn.Process(target=grow, args=(depth - 1, lifeline)).start()
+        method = multiprocessing.get_context(sys.argv[1])
+        method.Process(target=grow, args=(depth - 1, lifeline)).start()
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -104,13 +104,15 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_tied_processes_leave_the_terminal_and_end_with_their_parents(
-    killed: int, tmp_path: Path
+    killed: int, method: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "tree.py"
     script.write_text(TREE)
-    root = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script), method]
+    root = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
     try:
         lines = [next(root.stdout).split() for _ in range(3)]

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 _followed: set[int] = set()
@@ -23,19 +24,19 @@ class Lifeline(dict[str, Any]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (os.getpid(),)
+        return _received, (os.getpid(), _born(os.getpid()))
 
 
-def _received(sender: int) -> Lifeline:
+def _received(sender: int, born: str) -> Lifeline:
     # A copy within a process arrives at its sender.
     if sender != os.getpid() and sender not in _followed and hasattr(os, "pidfd_open"):
         _followed.add(sender)
-        _follow(sender)
+        _follow(sender, born)
     return Lifeline()
 
 
-def _follow(parent: int) -> None:
-    """Leave the terminal's process group, and end when the parent ends."""
+def _follow(parent: int, born: str) -> None:
+    """Leave the terminal's process group, and end when the parent, born then, ends."""
     # The service ends the engine when the last episode is stored; Ctrl-C would end it at once.
     with contextlib.suppress(PermissionError):
         os.setsid()
@@ -44,11 +45,21 @@ def _follow(parent: int) -> None:
     except ProcessLookupError:
         _end()
         return
-    if os.getppid() != parent:
+    if _born(parent) != born:
         _end()
     threading.Thread(
         target=_end_after, args=(descriptor,), daemon=True, name="octopus-parent"
     ).start()
+
+
+def _born(pid: int) -> str:
+    """When a process began, in ticks: its number may be another's later. Empty: there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    # The second of its fields is a name in parentheses, which may hold anything.
+    return status.rpartition(")")[2].split()[19]
 
 
 def _end_after(descriptor: int) -> None:
