@@ -27,7 +27,9 @@ from rollout_service.engine.vllm import VllmEngine
 from rollout_service.engine.vllm.launch import prepare_environment
 from tests.engine_cases import ENGINES, Play
 from tests.reference import Reference
+from tests.vllm import audit
 from tests.vllm.models import DTYPES, MOE_FAMILIES, save_servable_model, servable_model
+from tests.vllm.preloaded import fork_engines
 
 
 @contextlib.contextmanager
@@ -47,6 +49,7 @@ with vllm_environment(), warnings.catch_warnings():
         "vllm.v1.attention.backends.triton_attn",
     ):
         importlib.import_module(module)
+    fork_engines()
 
 FP32_FAMILIES = tuple(family for family, dtype in DTYPES.items() if dtype == "float32")
 BF16_FAMILIES = tuple(family for family, dtype in DTYPES.items() if dtype == "bfloat16")
@@ -135,7 +138,9 @@ def model_folder(servable_folder: Path) -> Callable[[str], Path]:
 
 async def serve(root: Path, family: str, **options: Any) -> AsyncIterator[Served]:
     """One engine process over `family`, ended behind the yield."""
+    arguments = {"scheduler_cls": audit.SCHEDULER} | options.pop("vllm_arguments", {})
     chosen: dict[str, Any] = {"max_adapters": 0, "max_lora_rank": 8} | options
+    chosen["vllm_arguments"] = arguments
     engine = ENGINES["vllm"](root / family, dtype=DTYPES[family], **chosen)
     assert isinstance(engine, VllmEngine)
     await engine.start()
@@ -227,6 +232,4 @@ async def clear(engine: VllmEngine) -> None:
         with contextlib.suppress(AdapterError):
             await engine.unload_adapter(version)
     await engine.forget_all()
-    stats = engine.stats()
-    assert (stats.running, stats.resident_cursors, stats.recurrent_slots) == (0, 0, 0)
-    assert stats.tokens_resident == 0
+    await audit.check_nothing_left(engine)

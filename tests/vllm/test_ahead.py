@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
-import pytest_asyncio
 
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, child_cursor
 from tests.engine_cases import VOCAB, Play, detokenize
-from tests.reference import Reference
-from tests.vllm.conftest import Served, serve
+from tests.vllm.conftest import Served
+from tests.vllm.episodes import rms
 from tests.vllm.models import servable_model
-from tests.vllm.test_hybrid_noise import RATIO_LIMIT, flat_oracle, rms
+from tests.vllm.test_hybrid_noise import RATIO_LIMIT, flat_oracle
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
@@ -25,20 +22,8 @@ SEED = 8
 NUM_FREE = 30
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["granitemoehybrid", "qwen3"])
-async def ahead(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
-    """A family with recurrent states and one without; the core is a step ahead of the worker."""
-    async for served in serve(servable_folder, request.param, async_scheduling=True):
-        yield served
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def play(ahead: Served) -> AsyncIterator[Play]:
-    reference = Reference(servable_model(ahead.family), ahead.engine.info.mount_layers)
-    yield Play(engine=ahead.engine, reference=reference, rng=random.Random(11))
-    await ahead.engine.forget_all()
-    stats = ahead.engine.stats()
-    assert (stats.running, stats.resident_cursors, stats.tokens_resident) == (0, 0, 0)
+on_both = pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3"])
+"""With recurrent states and without; the core is a step ahead of the worker."""
 
 
 async def turn_ended_by(play: Play, parent: Cursor, cause: str) -> Cursor:
@@ -69,6 +54,7 @@ async def unscored(play: Play, parent: Cursor, tokens: Sequence[int]) -> tuple[C
     return cursor, play.engine.stats().tokens_computed - before
 
 
+@on_both
 @pytest.mark.parametrize(("cause", "num_lead"), [("stop id", 1), ("length", 1), ("stop string", 0)])
 async def test_what_follows_a_turn_equals_a_cold_run(play: Play, cause: str, num_lead: int) -> None:
     root = await play.extend(None, 40)
@@ -85,6 +71,7 @@ async def test_what_follows_a_turn_equals_a_cold_run(play: Play, cause: str, num
     play.check(await play.extend(turn, 4), await play.turn(turn, 3, prompt=()))
 
 
+@on_both
 async def test_a_stop_id_can_be_dropped_without_computing_anything_again(play: Play) -> None:
     root = await play.extend(None, 40)
     turn = await turn_ended_by(play, root, "stop id")
@@ -102,6 +89,7 @@ async def test_a_stop_id_can_be_dropped_without_computing_anything_again(play: P
     play.check(await play.turn(child, 5, seed=3), await play.turn(shorter, 5, seed=3))
 
 
+@on_both
 async def test_a_cancelled_turn_leaves_its_parent_as_it_was(play: Play) -> None:
     root = await play.extend(None, 40)
     parent = await play.turn(root, 8, seed=1)
@@ -119,6 +107,7 @@ async def test_a_cancelled_turn_leaves_its_parent_as_it_was(play: Play) -> None:
     play.check(after, await play.turn(parent, 5, seed=4), await play.extend(root, 5))
 
 
+@on_both
 async def test_turns_that_end_among_others_leave_their_own_state(play: Play) -> None:
     root = await play.extend(None, 40)
     parents = [await play.extend(root, 5 + index) for index in range(6)]

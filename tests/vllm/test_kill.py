@@ -10,6 +10,7 @@ import pytest
 
 from harness_sdk.errors import Unavailable
 from harness_sdk.types import Message, SamplingOptions
+from rollout_service.engine.vllm import VllmEngine
 from tests.e2e.rollout_process import descendants
 from tests.session_cases import Bench
 from tests.vllm.conftest import Fleet, new_play
@@ -25,9 +26,11 @@ SOON_S = 15.0
 """Of a busy machine; vLLM looks at its process at once."""
 
 
-def engine_processes() -> list[int]:
+def engine_processes(engine: VllmEngine) -> list[int]:
     """The engine's process and all below it."""
-    return descendants(os.getpid())
+    assert engine._process is not None
+    first = [process.pid for process in engine._process._processes]
+    return first + [below for pid in first for below in descendants(pid)]
 
 
 def is_alive(pid: int) -> bool:
@@ -47,7 +50,7 @@ async def test_calls_end_with_a_retryable_error_and_no_process_remains(
     await bench.open()
     await bench.say()
     root = await play.extend(None, 40)
-    victims = engine_processes()
+    victims = engine_processes(engine)
     assert victims
     decode = asyncio.create_task(play.turn(root, 1500))
     turn = asyncio.create_task(
