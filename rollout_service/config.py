@@ -102,8 +102,9 @@ class OpenAIOptions(Options):
 
     port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the HTTP endpoint; unset serves none, 0 takes a free one."""
-    idle_s: float = Field(default=3600.0, gt=0)
-    """Seconds without a request after which a session is closed without a reward."""
+    idle_s: float = Field(default=900.0, gt=0)
+    """Seconds without a request after which a session is closed without a reward; until then it
+    holds its room in the pool and its policy version."""
     max_threads: int = Field(default=100, ge=0)
     """Branches of a session: an agent that edits its history needs one for each edit."""
 

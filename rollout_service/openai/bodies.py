@@ -20,13 +20,13 @@ _LEAST_TEMPERATURE = 1e-3
 
 # They say nothing about what is sampled here.
 _IGNORED = frozenset({
-    "background", "include", "max_tool_calls", "prediction", "prompt_cache_key",
+    "include", "max_tool_calls", "prediction", "prompt_cache_key",
     "prompt_cache_retention", "reasoning", "reasoning_effort", "safety_identifier",
     "service_tier", "store", "stream_options", "truncation", "verbosity",
 })  # fmt: skip
 # Values of what is not served that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,), "frequency_penalty": (0,), "function_call": ("auto", "none"),
+    "background": (False,), "best_of": (1,), "frequency_penalty": (0,), "function_call": ("auto", "none"),
     "functions": ([],), "logit_bias": ({},), "min_p": (0,), "modalities": (["text"],),
     "presence_penalty": (0,), "repetition_penalty": (1,), "top_logprobs": (0,),
 }  # fmt: skip

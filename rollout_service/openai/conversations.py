@@ -25,7 +25,7 @@ from rollout_service.sessions.turns import TurnRequest, reply_stream
 
 logger = logging.getLogger(__name__)
 
-_MAX_SWEEP_S = 10.0
+_MAX_SWEEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,17 @@ class Conversations:
         sessions: The replica's episodes.
         max_threads: Branches of a session.
         idle_s: Seconds without a request after which a session is closed.
+        spare_s: The same for one that nobody named, while new ones wait for room in the pool.
     """
 
-    def __init__(self, sessions: Sessions, *, max_threads: int, idle_s: float) -> None:
+    def __init__(
+        self, sessions: Sessions, *, max_threads: int, idle_s: float, spare_s: float
+    ) -> None:
         self._sessions = sessions
         self._max_threads = max_threads
         self._idle_s = idle_s
+        self._spare_s = min(spare_s, idle_s)
+        self._num_queued = 0
         self._open: dict[str, Conversation] = {}
         self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
@@ -121,14 +126,9 @@ class Conversations:
     async def sweep(self) -> None:
         """Close idle sessions, until cancelled."""
         while True:
-            await asyncio.sleep(min(self._idle_s / 4, _MAX_SWEEP_S))
-            oldest = time.monotonic() - self._idle_s
-            idle = [
-                each
-                for each in self._open.values()
-                if each.last_used_s < oldest and not each.in_use
-            ]
-            for conversation in idle:
+            await asyncio.sleep(min(self._spare_s / 4, _MAX_SWEEP_S))
+            now = time.monotonic()
+            for conversation in [each for each in self._open.values() if self._is_over(each, now)]:
                 try:
                     await self._end(conversation, reward=None)
                 except HarnessError as error:
@@ -239,10 +239,20 @@ class Conversations:
             task_id=names.task,
             limits=Limits(max_threads=self._max_threads),
         )
-        opened = await self._sessions.open(request)
+        self._num_queued += 1
+        try:
+            opened = await self._sessions.open(request)
+        finally:
+            self._num_queued -= 1
         episode = self._sessions.episode(opened.episode_id)
         self._open[key] = conversation = Conversation(key, episode, named=named)
         return conversation
+
+    def _is_over(self, conversation: Conversation, now_s: float) -> bool:
+        # Clients that name no session close none, and what they leave would fill the pool.
+        is_spare = self._num_queued > 0 and not conversation.named
+        limit_s = self._spare_s if is_spare else self._idle_s
+        return not conversation.in_use and now_s - conversation.last_used_s > limit_s
 
     async def _end(self, conversation: Conversation, *, reward: float | None) -> Closed:
         episode_id = conversation.episode.episode_id

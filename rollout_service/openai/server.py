@@ -61,7 +61,8 @@ async def serve_openai(
     auth_token: str | None = None,
     tls: ssl.SSLContext | None = None,
     max_threads: int = 100,
-    idle_s: float = 3600.0,
+    idle_s: float = 900.0,
+    spare_s: float = 30.0,
     grace_s: float = 1.0,
 ) -> RunningOpenAI:
     """Start serving `sessions` over HTTP.
@@ -75,12 +76,13 @@ async def serve_openai(
         tls: Certificates; None serves plain HTTP.
         max_threads: Branches of a session.
         idle_s: Seconds without a request after which a session is closed.
+        spare_s: The same for one that nobody named, while new ones wait for room in the pool.
         grace_s: Seconds that running requests have at a stop.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
-    conversations = Conversations(sessions, max_threads=max_threads, idle_s=idle_s)
+    conversations = Conversations(sessions, max_threads=max_threads, idle_s=idle_s, spare_s=spare_s)
     endpoint = Endpoint(sessions, conversations, sessions.info(max_body_bytes).model)
     # The first is the outermost.
     middlewares = [_errors_as_json, *([_bearer_auth(auth_token)] if auth_token else [])]

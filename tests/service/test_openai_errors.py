@@ -192,6 +192,21 @@ async def test_idle_session_is_closed_without_a_reward() -> None:
     assert (record.reward, record.stop_reason) == (None, "agent_ended")
 
 
+async def test_session_without_a_name_gives_way_to_those_that_wait() -> None:
+    # Of this budget the pool holds one.
+    options = SessionOptions(thread_budget=900_000)
+    async with endpoint(plain, options=options, spare_s=0.2) as service:
+        create = service.client.chat.completions.create
+        await create(model="m", messages=QUESTION)
+        async with asyncio.timeout(5):
+            await create(model="m", messages=QUESTION, user="s")
+        assert len(service.records.written) == 1
+        # One with a name is waited for.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.7):
+                await create(model="m", messages=QUESTION)
+
+
 async def test_session_that_is_used_is_not_idle() -> None:
     async with endpoint(plain, idle_s=0.2) as service:
         create = service.client.chat.completions.create
