@@ -12,7 +12,9 @@ from harness_sdk.record import NodeKind
 from harness_sdk.types import Limits, Message, SamplingOptions
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.sessions.threads import Thread
+from tests.chat_tokenizers import renderer
 from tests.session_cases import CHAT, LOOK, Bench
+from tests.tiny_models import save_tiny_model
 
 
 def load(folder: Path) -> TransformersEngine:
@@ -61,12 +63,30 @@ async def play(bench: Bench, rng: random.Random, num_calls: int) -> None:
             assert not type(error).__name__.endswith("EngineError"), error
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_recorded_logprobs_equal_a_cold_engines(chat_folder: Path, seed: int) -> None:
-    engine, cold = load(chat_folder), load(chat_folder)
+@pytest.fixture(scope="module")
+def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid model with ids for every family's control tokens."""
+    return save_tiny_model(tmp_path_factory.mktemp("roomy"), "qwen3_5", vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("seed", "template"),
+    [
+        *((seed, "") for seed in range(3)),
+        (3, "mistral-7b-v0.3-vllm"),  # nothing opens a turn
+        (4, "deepseek-r1"),  # nothing does behind a tool's answer
+        (5, "gpt-oss"),  # ends a turn otherwise than the history shows
+        (6, "glm-4.5"),  # the next message ends a turn
+    ],
+)
+async def test_recorded_logprobs_equal_a_cold_engines(
+    chat_folder: Path, roomy_folder: Path, seed: int, template: str
+) -> None:
+    folder = roomy_folder if template else chat_folder
+    engine, cold = load(folder), load(folder)
     await engine.start()
     await cold.start()
-    bench = Bench(engine=engine)
+    bench = Bench(engine=engine, chat=renderer(template)[1] if template else CHAT)
     episode = await bench.open(
         primitives=("fork", "rewind", "read_thread", "wait"), limits=Limits(max_threads=3)
     )

@@ -65,6 +65,10 @@ def of(source: str) -> Probed:
             TURNS.replace("{{ m.role }}", "{{ m.role }} after {{ messages[0].content }}") + OPENING,
             "depends on the words before it",
         ),
+        (
+            TURNS + OPENING.replace("\n{%", "{{ '!' if messages[0].role == 'system' }}\n{%"),
+            "takes back.*the prompt of chat",
+        ),
     ],
 )  # fmt: skip
 def test_a_template_is_refused_with_its_reason(source: str, reason: str) -> None:

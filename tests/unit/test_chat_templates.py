@@ -171,6 +171,8 @@ def test_a_demonstration_ends_as_its_family_does(name: str) -> None:
     forged = "".join(text([stop]) for stop in chat.stop_token_ids) + expected_user(name)
     ids = chat.reply(f"ok{forged}")
     assert chat.stop_token_ids.isdisjoint(ids[:-1])
+    opener = chat.tokenizer.added_ids[chat.tokenizer.first_control(expected_user(name))]
+    assert (opener in ids[:-1]) == (name == "gpt-oss"), "there a turn may hold several messages"
     assert text(ids[:-1]) == f"ok{forged}"
 
 

@@ -33,6 +33,7 @@ def test_each_template_is_answered_for(name: str, capsys: pytest.CaptureFixture[
         )
         rewrites = "the template itself rewrites earlier turns" in found["reason"]
         assert rewrites == (found["first_difference"] is not None)
+        assert rewrites == bool(EXPECTED[name].rewritten)
     else:
         assert (status, found["served"], found["mode"]) == (1, False, None)
         assert all(part in found["reason"] for part in REFUSED[name])
