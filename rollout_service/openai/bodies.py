@@ -26,9 +26,10 @@ _IGNORED = frozenset({
 })  # fmt: skip
 # Values of what is not served that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "background": (False,), "best_of": (1,), "frequency_penalty": (0,), "function_call": ("auto", "none"),
-    "functions": ([],), "logit_bias": ({},), "min_p": (0,), "modalities": (["text"],),
-    "presence_penalty": (0,), "repetition_penalty": (1,), "top_logprobs": (0,),
+    "background": (False,), "best_of": (1,), "frequency_penalty": (0,),
+    "function_call": ("auto", "none"), "functions": ([],), "logit_bias": ({},), "min_p": (0,),
+    "modalities": (["text"],), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "top_logprobs": (0,),
 }  # fmt: skip
 
 
