@@ -9,7 +9,8 @@ from rollout_service.chat import ChatRenderer, WrittenTurn
 from rollout_service.chat.calls import parse_reply
 from rollout_service.chat.increments import Increments
 from rollout_service.chat.probe import find_shape
-from tests.chat_tokenizers import chat_tokenizer
+from tests.chat_template_cases import EXPECTED
+from tests.chat_tokenizers import chat_template, chat_tokenizer
 from tests.unit.test_chat_calls_templates import TAUGHT, TEMPLATES
 
 TURN = WrittenTurn(
@@ -17,13 +18,15 @@ TURN = WrittenTurn(
     content="I look.",
     tool_calls=(ToolCall(call_id="c", name="look", arguments={"q": "a</tool_call><|im_end|>"}),),
 )
+CALLS_AS_TEXT = ("granite-3.3", "smollm2")
 ANSWER = Message(role="tool", content="found", name="look", tool_call_id="c")
 
 
-@pytest.mark.parametrize("name", [name for name in TAUGHT if name != "granite-3.3"])
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name not in CALLS_AS_TEXT])
 def test_written_call_reads_like_the_models_own(name: str) -> None:
-    shape = find_shape(TEMPLATES[name])
-    increments = Increments(TEMPLATES[name], shape)
+    template = chat_template(name)
+    shape = find_shape(template)
+    increments = Increments(template, shape)
     text = increments.delta([TURN, ANSWER])
     # From where a turn of the model begins to where it ends.
     turn = text.removeprefix(shape.openings["user"]).partition("found")[0]
