@@ -1,0 +1,1 @@
+"""Repair of small Python functions: tools in a subprocess sandbox, hidden tests as the reward."""
