@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "rollout": "start a rollout service",
     "trainer": "start a trainer service",
     "run": "run an agent folder's tasks as groups of episodes",
+    "verifiers": "run a verifiers environment's tasks as groups of episodes",
     "eval": "score an agent folder without training",
     "trees": "merge recorded runs into prefix trees and measure their overlap",
     "template": "probe a chat template: whether and how it is served",

@@ -78,7 +78,7 @@ async def _run(config: RunConfig, agent: Agent) -> None:
                 concurrency=config.concurrency,
             ),
             permits=permits,
-            on_group=_Progress(),
+            on_group=Progress(),
         )
         try:
             await runner.run()
@@ -172,7 +172,7 @@ async def _drain(
     sys.stdout.write(f"versions  {', '.join(map(str, versions))} served now\n")
 
 
-class _Progress:
+class Progress:
     """One line for each group that has ended."""
 
     def __init__(self) -> None:

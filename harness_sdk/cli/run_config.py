@@ -1,4 +1,4 @@
-"""Configuration of `octopus run` and `octopus eval`; import it lazily."""
+"""Configuration of `octopus run`, `eval` and `verifiers`; import it lazily."""
 
 from __future__ import annotations
 
@@ -114,6 +114,31 @@ class RunConfig(AgentConfig):
                 remedy="give one of them",
             )
         return self
+
+
+class VerifiersConfig(Section):
+    """`octopus verifiers`."""
+
+    url: str = "http://127.0.0.1:8000/v1"
+    """The rollout service's OpenAI endpoint; its token comes from OCTOPUS_TOKEN."""
+    group_size: int = Field(default=8, ge=1)
+    """Episodes of one task that are compared with each other, as the trainer's batch.group-size."""
+    groups: int | None = Field(default=None, ge=1)
+    """Groups to run: none passes over the tasks once."""
+    concurrency: int = Field(default=16, ge=1)
+    """Episodes at a time."""
+    rewards: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest reward of the environment, with a comma; they become 0 and 1."""
+    run: str = Field(default="local", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run, whose permits count."""
+    redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
+    """Redis or Valkey that holds the trainer's permits; unset never waits for a trainer."""
+    sampling: SamplingSection = SamplingSection()
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _split_rewards(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 class EvalConfig(AgentConfig):

@@ -23,6 +23,8 @@ TOOL: Any = {
         "name": "lookup",
         "description": "Look a key up.",
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        # Some versions of the client stream no others.
+        "strict": True,
     },
 }
 
