@@ -27,6 +27,8 @@ NOTE_NAME = "harness"
 """The tool that a note of the harness answers for, where a template wants one."""
 
 _INDEXED_ID = re.compile(r"functions\..*:(\d{1,4})")
+_OWN_ID = re.compile(r"call_\d+_(\d+)")
+"""As this package numbers a turn's calls."""
 _LONG_ID = re.compile(r"[A-Za-z0-9]{9,}")
 _USER: dict[str, Any] = {"role": "user", "content": "u"}
 
@@ -89,9 +91,11 @@ class CallForm:
 
     def _id(self, given: str, name: str, index: int) -> str:
         if self.indexed_ids and not given.startswith("functions."):
-            return f"functions.{name}:{index}"
+            own = _OWN_ID.fullmatch(given)
+            return f"functions.{name}:{own[1] if own is not None else index}"
         if self.long_ids and not _LONG_ID.fullmatch(given):
-            return hashlib.sha256(f"{given}/{index}".encode("utf-8", "replace")).hexdigest()[:9]
+            text = given or str(index)
+            return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
         return given or f"call_{index}"
 
     def earlier(self, answers: Sequence[Message]) -> list[Rendered]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from harness_sdk.errors import ConfigError
+from harness_sdk.errors import ConfigError, InvalidRequest
 from harness_sdk.types import Message, Role, ToolCall, ToolSchemas
 from rollout_service.chat.calls import family_of
 from rollout_service.chat.increments import CallForm, Increments, WrittenTurn, as_rendered
@@ -103,7 +104,8 @@ class ChatRenderer:
         elif tools:
             opening = self._with_tools(opening, tools)
         rendered = as_rendered(opening, self._shape.call_form or CallForm())
-        text = self._template.render(rendered, tools=listed) if rendered else ""
+        text = self._template.render(rendered, tools=listed) if rendered or listed else ""
+        _check_shown(opening, text)
         return self.tokenizer.encode(text, begins=True) + self.delta(rest)
 
     def delta(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -206,6 +208,21 @@ class ChatRenderer:
                 "the tokenizer does not read back what it encodes",
                 value=self.tokenizer.decode(prompt)[:200],
                 remedy=_OTHER_TOKENIZER,
+            )
+
+
+def _check_shown(messages: Sequence[Message], text: str) -> None:
+    """Refuse what the template would leave out of a first prompt without a word."""
+    for message in messages:
+        said = message.content.strip()
+        # A turn beside calls is left out by design.
+        if message.role == "assistant" or said in text:
+            continue
+        if json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+            raise InvalidRequest(
+                f"this model's chat template does not show a {message.role} message there",
+                value=said[:80],
+                remedy="put the system message first, and alone",
             )
 
 

@@ -209,10 +209,23 @@ class TextStream:
 _MAX_HELD = 64
 
 
-def _any_of(names: list[str]) -> re.Pattern[str] | None:
-    if not names:
-        return None
-    return re.compile("|".join(re.escape(n) for n in sorted(names, key=len, reverse=True)))
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    pattern = _branches(names)
+    return re.compile(pattern) if pattern else None
+
+
+def _branches(names: Iterable[str]) -> str:
+    """A pattern of `names`, the longest first.
+
+    Common beginnings are tried once: some tokenizers have a thousand added tokens, and a page of
+    markup as many places where each could begin.
+    """
+    by_first: dict[str, list[str]] = {}
+    for name in names:
+        by_first.setdefault(name[:1], []).append(name[1:])
+    branches = [f"{re.escape(at)}{_branches(rest)}" for at, rest in by_first.items() if at]
+    pattern = f"(?:{'|'.join(branches)})" if len(branches) > 1 else "".join(branches)
+    return f"(?:{pattern})?" if branches and "" in by_first else pattern
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer) -> set[int]:

@@ -20,6 +20,7 @@ from harness_sdk.cli.__main__ import main
 from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
 from harness_sdk.cli.processes import free_port
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import save_tiny_model
 
 
@@ -82,6 +83,14 @@ def test_doctor_looks_into_the_model_folder(tmp_path: Path) -> None:
     assert "weights" not in found
     assert found["tokenizer"].level == "fail"
     assert "tokenizer.json" in found["tokenizer"].remedy
+    assert "template" not in found
+    folder = save_chat_tokenizer(tmp_path)
+    found = _levels("--model", str(folder))
+    assert (found["tokenizer"].level, found["template"].level) == ("ok", "ok")
+    assert "suffix" in found["template"].text
+    (folder / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    refused = _levels("--model", str(folder))["template"]
+    assert refused.level == "fail" and "ZeroDivisionError" in refused.text
 
 
 async def test_status_shows_stream_policy_and_replicas(

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from harness_sdk.errors import ConfigError, InvalidRequest
 from harness_sdk.types import Message
 from rollout_service.chat import ChatRenderer, ChatTokenizer, Template, load_template
+from rollout_service.chat.probe import PROBE_TOOL
 from rollout_service.chat.proof import Probed, probe
 from rollout_service.chat.refusal import TemplateRefused
 from tests.chat_tokenizers import (
@@ -23,6 +24,7 @@ from tests.chat_tokenizers import (
     chat_template,
     chat_tokenizer,
     chat_tokenizer_file,
+    renderer,
 )
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -201,3 +203,33 @@ def test_a_message_that_the_template_cannot_append_is_refused_with_the_roles() -
         chat.delta([Message(role="system", content="Be brief.")])
     with pytest.raises(InvalidRequest, match="must alternate"):
         chat.prompt([Message(role="assistant", content="Hello.")])
+
+
+def test_a_message_that_the_template_leaves_out_of_a_prompt_is_refused() -> None:
+    chat = renderer("gpt-oss")[1]
+    hello, brief = (
+        Message(role="user", content="Hello."),
+        Message(role="system", content=" Be brief."),
+    )
+    assert chat.prompt([brief, hello])
+    with pytest.raises(InvalidRequest, match=r"does not show a system message.*Be brief.*put"):
+        chat.prompt([hello, brief, hello])
+    chat.prompt(
+        [hello, Message(role="user", content=""), Message(role="user", content="a\n<|end|>")]
+    )
+
+
+def test_a_prompt_of_an_answer_alone_lists_the_tools_all_the_same() -> None:
+    answer = [Message(role="tool", content="4 hits")]
+    listed = renderer("qwen2.5")[1]
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        listed.prompt(answer, [PROBE_TOOL])
+    chat = ChatRenderer(chat_tokenizer())
+    assert "probe_tool" in chat.tokenizer.decode(chat.prompt(answer, [PROBE_TOOL]))
+    assert chat.prompt(answer) == chat.delta(answer)
+
+
+def test_an_answer_is_named_as_the_turn_numbered_its_call() -> None:
+    chat = renderer("kimi-k2")[1]
+    answer = Message(role="tool", content="x", name="search", tool_call_id="call_7_2")
+    assert "functions.search:2" in chat.tokenizer.decode(chat.delta([answer]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,28 @@ def test_overlapping_control_tokens_in_content_stay_text() -> None:
     ids = tokenizer.encode(tokenizer.guard("<ab><c>"))
     assert not set(tokenizer.added_ids.values()) & set(ids)
     assert tokenizer.decode(ids) == "<ab><c>"
+
+
+@given(
+    st.lists(st.text("ab<", min_size=2, max_size=5), min_size=1, max_size=6, unique=True),
+    st.text("ab<", max_size=20),
+)
+def test_the_longest_control_token_is_taken(names: list[str], text: str) -> None:
+    tokenizer = ChatTokenizer(chat_tokenizer_file(control=tuple(names)))
+    longest = sorted((*names, *MARKERS), key=len, reverse=True)
+    whole = re.findall("|".join(map(re.escape, longest)), text)
+    assert tokenizer.first_control(text) == (whole[0] if whole else "")
+    assert tokenizer.control_names(text) == set(whole)
+
+
+def test_a_page_of_markup_is_read_fast_beside_a_thousand_control_tokens() -> None:
+    control = tuple(f"<|reserved_{number}|>" for number in range(1000))
+    tokenizer = ChatTokenizer(chat_tokenizer_file(control=control))
+    page = "<p>some words</p>\n" * 5000
+    began = time.perf_counter()
+    assert tokenizer.guard(page) == page
+    # 1 ms where common beginnings are tried once, 500 ms where each token is.
+    assert time.perf_counter() - began < 0.1
 
 
 def test_only_the_named_tokens_are_kept_out_of_a_reply() -> None:

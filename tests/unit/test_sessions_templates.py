@@ -80,15 +80,20 @@ def parted(chat: ChatRenderer, reply: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [reply]
 
 
-async def test_a_turn_without_new_messages_is_opened_behind_the_last() -> None:
-    chat = renderer("gpt-oss")[1]
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-r1"])
+async def test_a_turn_without_new_messages_is_opened_behind_the_last(name: str) -> None:
+    chat = renderer(name)[1]
     bench = Bench(chat=chat)
     assert isinstance(bench.engine, ScriptedEngine)
     episode = await bench.open(primitives=())
     bench.engine.scripts += [chat.reply("a"), chat.reply("b")]
     await bench.sessions.turn(bench.call(), FIRST)
     await bench.sessions.turn(bench.call(), [])
-    assert path_text(episode).endswith("<|start|>assistanta<|end|><|start|>assistantb")
+    opening = chat.tokenizer.decode(chat.opening("assistant"))
+    assert opening and (name == "gpt-oss" or chat.opening("tool") == ())
+    expected = closed(chat, chat.reply("a")) + opening + closed(chat, chat.reply("b"))
+    seen = path_text(episode)
+    assert expected.startswith(seen[seen.rindex(f"a{expected[1:9]}") :]) and "b" in seen[-20:]
 
 
 async def test_a_stop_alone_stays_where_nothing_opens_a_turn() -> None:
