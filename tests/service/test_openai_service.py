@@ -15,6 +15,8 @@ import pytest
 
 from harness_sdk import OctopusClient
 from harness_sdk.cli.settings import validate_config
+from harness_sdk.cli.stack import rollout_settings
+from harness_sdk.cli.stack_config import StackConfig
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
 from tests.service.openai_service import endpoint
@@ -80,3 +82,9 @@ async def test_agent_of_the_documentation_earns_its_reward() -> None:
         assert await names["episode"](service.url, "key", "tower-1") == 1.0
     (record,) = service.records.written
     assert (record.reward, len(record.nodes), len(record.threads)) == (1.0, 4, 1)
+
+
+def test_up_hands_its_port_on() -> None:
+    config = StackConfig(model=Path("model"), openai_port=8123)
+    assert rollout_settings(config)["openai"]["port"] == 8123
+    assert rollout_settings(StackConfig(model=Path("model")))["openai"]["port"] is None
