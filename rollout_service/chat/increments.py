@@ -196,15 +196,17 @@ class Increments:
             # The template will not have these roles in a row (Mistral): one run after the other.
             return "".join(self._behind_prefix(run) for run in runs)
 
-    def conversation(self, messages: Sequence[Message]) -> list[Rendered]:
-        """`messages` behind the minimal prefix: a user message and a turn that they follow."""
+    def conversation(
+        self, messages: Sequence[Message], *, question: str = "u", words: str = MARKER
+    ) -> list[Rendered]:
+        """`messages` behind the minimal prefix: a user's `question` and a turn of `words`."""
         form = self.shape.call_form
         answers = [message for message in messages if message.role == "tool"]
-        turn: Rendered = {"role": "assistant", "content": MARKER}
-        before = [dict(_USER)]
+        turn: Rendered = {"role": "assistant", "content": words}
+        before: list[Rendered] = [{"role": "user", "content": question}]
         if answers and form is not None:
             called = answers if self.shape.call_each else answers[:1]
-            turn = form.turn([_name(message) for message in called])
+            turn = form.turn([_name(message) for message in called], words)
             before += form.earlier(answers)
         return [*before, turn, *as_rendered(messages, form or CallForm())]
 

@@ -75,7 +75,8 @@ def probe(template: Template) -> Probed:
     rewrites: Difference | None = None
     for case, conversation in CASES.items():
         proof = _Proof(template, shape, case, conversation)
-        depends = depends or proof.check()
+        changed = proof.check()
+        depends = depends or changed
         rewrites = rewrites or proof.rewrites()
     mode = "suffix" if depends is None else "context"
     shape = dataclasses.replace(shape, mode=mode)
@@ -101,8 +102,8 @@ class _Proof:
         """Where the whole history first changes an increment.
 
         Raises:
-            TemplateRefused: An increment is not what the template appends behind one turn either,
-                or it rewrites the prompt that it opens a turn behind.
+            TemplateRefused: Other words in the minimal prefix change an increment, or the
+                generation prompt changes the prompt that it stands behind.
         """
         found: Difference | None = None
         for begin, end, block in self._blocks:
@@ -113,7 +114,7 @@ class _Proof:
             whole = self._whole(self._messages[:end])
             if whole is not None and not whole.endswith(self._terminator(begin) + appended):
                 found = found or self._parted(whole, appended)
-            self._check_behind_one_turn(begin, end, appended)
+            self._check_behind_other_words(block, appended)
         return found
 
     def rewrites(self) -> Difference | None:
@@ -139,13 +140,15 @@ class _Proof:
         opening = self._shape.openings[messages[-1]["role"]]
         check_kept(text + opening, opened, f"the prompt of {self._case}")
 
-    def _check_behind_one_turn(self, begin: int, end: int, appended: str) -> None:
-        question = {"role": "user", "content": "Another question?"}
-        try:
-            alone = self._template.render(
-                [question, *self._messages[begin - 1 : end]], generation_prompt=True
-            )
-        except InvalidRequest:
+    def _check_behind_other_words(self, block: Sequence[Message], appended: str) -> None:
+        if self._shape.answers_apart and [m.role for m in block].count("tool") > 1:
+            # Each has a minimal prefix of its own; other cases have one at a time.
+            return
+        conversation = self._increments.conversation(
+            block, question="Another question?", words="other words"
+        )
+        alone = self._whole(conversation)
+        if alone is None:
             return
         if not alone.endswith(appended):
             difference = self._parted(alone, appended)

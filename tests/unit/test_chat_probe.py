@@ -101,6 +101,14 @@ def test_a_template_that_counts_turns_depends_on_the_history() -> None:
     assert "minimal prefix" in found.remarks[0]
 
 
+def test_every_case_is_tried_though_one_has_shown_the_mode() -> None:
+    number = "{{ loop.index if loop.index > 3 }}"
+    words = "{{ messages[0].content if m.role == 'tool' }}"
+    of(TURNS.replace("{{ m.role }}", "{{ m.role }} " + number) + OPENING)
+    with pytest.raises(TemplateRefused, match=r"depends on the words before it.*tools"):
+        of(TURNS.replace("{{ m.role }}", "{{ m.role }} " + number + words) + OPENING)
+
+
 def test_a_template_without_turn_ends_needs_a_control_token_to_stop_at() -> None:
     template = Template(
         TURNS.replace("<|im_end|>\n", " ") + OPENING.replace("<|im_start|>", "now ")
