@@ -12,8 +12,14 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from harness_sdk.errors import ERRORS_BY_NAME, BudgetExhausted, EpisodeNotFound, HarnessError
-from harness_sdk.types import EpisodeResult, Limits, ThreadStatus, TokenDelta
+from harness_sdk.errors import (
+    ERRORS_BY_NAME,
+    BudgetExhausted,
+    EpisodeNotFound,
+    HarnessError,
+    Unavailable,
+)
+from harness_sdk.types import EpisodeResult, Limits, StopReason, ThreadStatus, TokenDelta
 from rollout_service.background import Background
 from rollout_service.openai.ask import Ask, Placed, Reply, Said, SessionNames
 from rollout_service.openai.conversation import Conversation, Place, function_calls
@@ -171,6 +177,10 @@ class Conversations:
         except BudgetExhausted as error:
             if thread.exhausted is ThreadStatus.BUDGET:
                 raise ContextExceeded(error.message, **error.context()) from error
+            raise
+        except EpisodeNotFound as error:
+            if episode.closing is StopReason.CANCELLED:
+                raise Unavailable("the service is shutting down") from error
             raise
 
     def _remember(self, conversation: Conversation, ask: Ask, reply_id: str) -> None:
