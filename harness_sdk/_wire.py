@@ -300,6 +300,15 @@ def _arguments(text: str) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
+def delta_from_proto(proto: pb.TokenDelta) -> types.TokenDelta:
+    """Sampled tokens from the wire."""
+    return types.TokenDelta(
+        token_ids=tuple(proto.token_ids),
+        sampled_logprobs=tuple(proto.logprobs),
+        text=proto.text,
+    )
+
+
 def turn_to_proto(turn: types.Turn, head: int) -> pb.TurnReply:
     """The end of a model turn for the wire; its ids travelled in the deltas before."""
     return pb.TurnReply(

@@ -163,7 +163,7 @@ class Thread:
             demonstration=demonstration,
         )
         turn: Turn | None = None
-        finish = functools.partial(_exhaust, functools.partial(self._turn_events, request))
+        finish = functools.partial(self._finish_turn, request)
         with self._call("generate", request.call, finish):
             async with contextlib.aclosing(self._turn_events(request)) as events:
                 async for event in events:
@@ -338,7 +338,14 @@ class Thread:
         closes; its failure fails the episode. Where it returns and the thread has not ended, the
         thread is cancelled, so that nobody waits for it forever.
         """
-        return self._session.spawn(self._own(coroutine), self.thread_id)
+        try:
+            task = self._session.spawn(self._own(coroutine), self.thread_id)
+        except BaseException:
+            coroutine.close()
+            raise
+        # A task that is cancelled before its first step never awaits it.
+        task.add_done_callback(lambda _: coroutine.close())
+        return task
 
     async def _own(self, coroutine: Coroutine[Any, Any, T]) -> T | None:
         try:
@@ -371,6 +378,10 @@ class Thread:
     async def _unary(self, method: _channel.Method[Q, R], request: Q) -> R:
         return await self._calls.unary(method, request, self._session.timeouts.call_s)
 
+    async def _finish_turn(self, request: pb.GenerateRequest) -> None:
+        async for _ in self._turn_events(request):
+            pass
+
     async def _turn_events(
         self, request: pb.GenerateRequest
     ) -> AsyncGenerator[TokenDelta | Turn, None]:
@@ -384,7 +395,7 @@ class Thread:
                     self._took(turn, event.turn.head)
                     yield turn
                     return
-                delta = _delta(event.delta)
+                delta = _wire.delta_from_proto(event.delta)
                 token_ids += delta.token_ids
                 logprobs += delta.sampled_logprobs
                 yield delta
@@ -487,16 +498,3 @@ class Thread:
             return branch.thread_id
         child = self.children.get(branch)
         return branch if child is None else child.thread_id
-
-
-async def _exhaust(events: Callable[[], AsyncGenerator[TokenDelta | Turn, None]]) -> None:
-    async for _ in events():
-        pass
-
-
-def _delta(proto: pb.TokenDelta) -> TokenDelta:
-    return TokenDelta(
-        token_ids=tuple(proto.token_ids),
-        sampled_logprobs=tuple(proto.logprobs),
-        text=proto.text,
-    )

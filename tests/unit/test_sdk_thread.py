@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 
 import pytest
 
@@ -17,7 +18,7 @@ from harness_sdk import (
     TokenDelta,
     Turn,
 )
-from harness_sdk.errors import InvalidRequest, ThreadEnded
+from harness_sdk.errors import ClientClosed, InvalidRequest, ThreadEnded
 from tests.unit.scripted_server import Hang, ScriptedServer, call, reply, until
 
 
@@ -139,6 +140,28 @@ async def test_rewind_cancels_the_tasks_of_cancelled_children(
         assert task.cancelled()
         assert child.status is ThreadStatus.CANCELLED
     assert server.cancelled_calls == ["Generate a"]
+
+
+async def test_tasks_that_never_begin_leave_no_trace(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    server.turns["root"] = [reply()]
+
+    async def work() -> None:
+        raise AssertionError("it is cancelled before its first step")
+
+    early, late = work(), work()
+    async with client.episode() as episode:
+        await episode.root.generate("x")
+        child = (await episode.root.fork({"a": "x"}))["a"]
+        task = child.spawn(early)
+        task.cancel()
+        await episode.close(reward=0.0)
+        with pytest.raises(ClientClosed):
+            child.spawn(late)
+    assert task.cancelled()
+    # A coroutine that is left behind would warn once it is collected.
+    assert {inspect.getcoroutinestate(each) for each in (early, late)} == {inspect.CORO_CLOSED}
 
 
 async def test_child_whose_agent_returns_without_done_is_cancelled(
