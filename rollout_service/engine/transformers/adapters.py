@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from harness_sdk.errors import AdapterError
 
 _PREFIX = "base_model.model."
+_MAX_HASHING_THREADS = 8
 _UNSUPPORTED = {
     "use_dora": False,
     "bias": "none",
@@ -53,6 +56,17 @@ class Adapter:
     """A checked adapter: module name in the base model -> weights."""
 
     modules: Mapping[str, LoraWeights]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Each tensor by its PEFT name."""
+        return {
+            name: tensor
+            for module, lora in self.modules.items()
+            for name, tensor in (
+                (f"{_PREFIX}{module}.lora_A.weight", lora.down),
+                (f"{_PREFIX}{module}.lora_B.weight", lora.up),
+            )
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -88,14 +102,8 @@ class AdapterSlots:
 
     def checksums(self, version: int) -> dict[str, str]:
         """`tensor_checksum` of each serving tensor of `version`, by its PEFT name."""
-        return {
-            name: tensor_checksum(tensor)
-            for module, lora in self.versions[version].modules.items()
-            for name, tensor in (
-                (f"{_PREFIX}{module}.lora_A.weight", lora.down),
-                (f"{_PREFIX}{module}.lora_B.weight", lora.up),
-            )
-        }
+        tensors = self.versions[version].tensors()
+        return dict(zip(tensors, tensor_checksums(list(tensors.values())), strict=True))
 
     def _hook(self, name: str) -> Any:
         by_version = self._by_module[name]
@@ -121,6 +129,12 @@ def tensor_checksum(tensor: Tensor) -> str:
     values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
     # Hashed where they lie: copies would take longer than the hash.
     return hashlib.sha256(values.astype("<f4", copy=False).data).hexdigest()
+
+
+def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
+    """`tensor_checksum` of each, several at a time: a large adapter's take seconds one by one."""
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HASHING_THREADS)) as pool:
+        return list(pool.map(tensor_checksum, tensors))
 
 
 def read_adapter(path: str, base: nn.Module, *, model_path: str, model_hash: str) -> Adapter:

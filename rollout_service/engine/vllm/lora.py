@@ -18,10 +18,9 @@ from rollout_service.engine.transformers.adapters import (
     Adapter,
     LoraWeights,
     read_adapter,
-    tensor_checksum,
+    tensor_checksums,
 )
 
-_PREFIX = "base_model.model."
 _NOT_SERVED = "not served"
 _DIFFERENT = "copies differ"
 _TARGETS_BESIDE_EXPERTS = (
@@ -62,20 +61,17 @@ class LoadedAdapter:
             served: For each module the checksums of its serving lora_A and lora_B buffers.
             dtype: Of the buffers.
         """
-        found: dict[str, str] = {}
-        for name, lora in self.adapter.modules.items():
-            down, up = served.get(name, (_NOT_SERVED, _NOT_SERVED))
-            rounded_down, rounded_up = as_served(lora, dtype)
-            found[f"{_PREFIX}{name}.lora_A.weight"] = _confirmed(down, rounded_down, lora.down)
-            found[f"{_PREFIX}{name}.lora_B.weight"] = _confirmed(up, rounded_up, lora.up)
-        return found
-
-
-def _confirmed(served: str, rounded: Tensor, own: Tensor) -> str:
-    """The file's checksum where `served` is that of its rounding, else `served`."""
-    checksum = tensor_checksum(own)
-    is_exact = torch.equal(rounded.float(), own)
-    return checksum if served == (checksum if is_exact else tensor_checksum(rounded)) else served
+        modules = self.adapter.modules
+        nothing = (_NOT_SERVED, _NOT_SERVED)
+        found = [checksum for name in modules for checksum in served.get(name, nothing)]
+        rounded = [tensor for lora in modules.values() for tensor in as_served(lora, dtype)]
+        own = self.adapter.tensors()
+        expected = tensor_checksums([*rounded, *own.values()])
+        pairs = zip(found, expected[: len(own)], expected[len(own) :], strict=True)
+        # The file's where the buffer holds its rounding, else the buffer's.
+        return dict(
+            zip(own, (ours if it == wanted else it for it, wanted, ours in pairs), strict=True)
+        )
 
 
 def served_targets(*, has_experts: bool) -> tuple[str, ...] | None:
@@ -156,7 +152,7 @@ def served_checksums(
     """
     slot = manager.lora_index_to_id.index(version)
     wanted = {_layer_name(spec[0]): spec for spec in specs}
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, tuple[Tensor | str, Tensor | str]] = {}
     for module_name, module in manager.modules.items():
         parts = manager.packed_modules.get(module_name, [module_name])
         # One part may fill several slices of a merged layer, in order.
@@ -165,29 +161,43 @@ def served_checksums(
             spec = wanted.get(_layer_name(part))
             if spec is None:
                 break
-            found[spec[0]] = _part_checksums(slices, slot, spec, gather)
-    return found
+            found[spec[0]] = _part(slices, slot, spec, gather)
+    whole = [each for pair in found.values() for each in pair]
+    hashed = iter(tensor_checksums([each for each in whole if isinstance(each, Tensor)]))
+    checksums = [next(hashed) if isinstance(each, Tensor) else each for each in whole]
+    return dict(zip(found, zip(checksums[::2], checksums[1::2], strict=True), strict=True))
 
 
-def _part_checksums(
+def _part(
     slices: list[tuple[Tensor, Tensor]], slot: int, spec: LoraSpec, gather: Gather
-) -> tuple[str, str]:
-    """Checksums of lora_A and lora_B of the part that the next slices hold, which are taken."""
+) -> tuple[Tensor | str, Tensor | str]:
+    """lora_A and lora_B of the part that the next slices hold, which are taken."""
     _, rank, in_size, out_size = spec
-    downs: set[str] = set()
+    downs: list[Tensor | str] = []
     up_shards: list[Sequence[Tensor]] = []
     num_rows = 0
     # Shards may also be copies: of key and value heads fewer than ranks, of a row-parallel lora_B.
     while slices and num_rows < out_size:
         down, up = slices.pop(0)
-        downs.add(_joined([gather(down[slot, 0, :rank])], in_size, dim=1))
+        downs.append(_joined([gather(down[slot, 0, :rank])], in_size, dim=1))
         up_shards.append(gather(up[slot, 0, :, :rank]))
         num_rows += sum(shard.shape[0] for shard in up_shards[-1])
-    return downs.pop() if len(downs) == 1 else _DIFFERENT, _joined(up_shards, out_size, dim=0)
+    return _one_of(downs), _joined(up_shards, out_size, dim=0)
 
 
-def _joined(slices: Sequence[Sequence[Tensor]], size: int, *, dim: int) -> str:
-    """Checksum of slices in a row, each joined from its shards; of equal copies one counts."""
+def _one_of(copies: Sequence[Tensor | str]) -> Tensor | str:
+    """The one of which all are copies, or the reason why there is none."""
+    for each in copies:
+        if isinstance(each, str):
+            return each
+        first = copies[0]
+        if isinstance(first, Tensor) and not torch.equal(first, each):
+            return _DIFFERENT
+    return copies[0] if copies else _DIFFERENT
+
+
+def _joined(slices: Sequence[Sequence[Tensor]], size: int, *, dim: int) -> Tensor | str:
+    """Slices in a row, each joined from its shards; of equal copies one counts."""
     if not slices:
         return _NOT_SERVED
     num_copies = max(sum(t.shape[dim] for shards in slices for t in shards) // size, 1)
@@ -198,7 +208,7 @@ def _joined(slices: Sequence[Sequence[Tensor]], size: int, *, dim: int) -> str:
             if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
                 return _DIFFERENT
             joined.append(copies[0])
-    return tensor_checksum(torch.cat(joined, dim))
+    return torch.cat(joined, dim)
 
 
 def _layer_name(module_name: str) -> str:
