@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,10 @@ def resolve_model(name: str | Path) -> Path:
     return folder
 
 
-def rollout_model_settings(name: str | Path) -> dict[str, Any]:
-    """The rollout service's `model` settings that suit `name`, where a run sets no others."""
-    return {"preamble": "compact"} if str(name) == SMOLLM2 else {}
+def rollout_for_model(name: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the rollout service, with what suits the model where `settings` say nothing."""
+    suits = {"preamble": "compact"} if str(name) == SMOLLM2 else {}
+    return {**settings, "model": {**suits, **settings.get("model", {})}} if suits else {**settings}
 
 
 def smollm2_folder() -> Path:

@@ -95,7 +95,7 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
     if config.model is None:
         yield _Services(addresses=config.address, redis_url=config.redis_url)
         return
-    from harness_sdk.cli.models import resolve_model
+    from harness_sdk.cli.models import resolve_model, rollout_for_model
     from harness_sdk.cli.stack import LocalStack, trainer_settings
     from harness_sdk.cli.stack_config import StackConfig
     from trainer_service.config import TrainerConfig
@@ -106,7 +106,7 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
         folder=config.folder,
         redis_url=config.redis_url,
         token=config.token,
-        rollout=_rollout_for_model(config),
+        rollout=rollout_for_model(config.model, config.rollout),
         trainer=_trainer_for_groups(config),
         threads=max((os.cpu_count() or 2) // 2, 1),
     )
@@ -125,13 +125,6 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
             supervising.cancel()
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
-
-
-def _rollout_for_model(config: RunConfig) -> dict[str, Any]:
-    from harness_sdk.cli.models import rollout_model_settings
-
-    model = rollout_model_settings(config.model or "")
-    return {**config.rollout, "model": {**model, **config.rollout.get("model", {})}}
 
 
 def _trainer_for_groups(config: RunConfig) -> dict[str, Any]:

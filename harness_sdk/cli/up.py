@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from harness_sdk.cli.models import resolve_model
+from harness_sdk.cli.models import resolve_model, rollout_for_model
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config, render_toml
 from harness_sdk.cli.stack import LocalStack, rollout_settings, trainer_settings
 from harness_sdk.control import masked_url
@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from harness_sdk.cli.stack_config import StackConfig
 
     config = load_config(StackConfig, args.config, args.overrides)
+    suited = rollout_for_model(config.model, config.rollout)
+    config = config.model_copy(update={"rollout": suited})
     # Faults of either service's settings show before anything starts.
     services = {"rollout": rollout_settings(config), "trainer": trainer_settings(config)}
     if args.dry_run:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness_sdk.cli import models
+from harness_sdk.cli.__main__ import main
 from harness_sdk.errors import ConfigError
 
 
@@ -66,5 +67,17 @@ def test_failed_conversion_leaves_nothing_behind(
 
 
 def test_small_model_gets_the_compact_tool_list(tmp_path: Path) -> None:
-    assert models.rollout_model_settings("smollm2") == {"preamble": "compact"}
-    assert models.rollout_model_settings(tmp_path) == {}
+    given = {"model": {"device": "cpu"}, "engine": {"name": "vllm"}}
+    assert models.rollout_for_model("smollm2", given) == {
+        "model": {"preamble": "compact", "device": "cpu"},
+        "engine": {"name": "vllm"},
+    }
+    asked = {"model": {"preamble": "full"}}
+    assert models.rollout_for_model("smollm2", asked) == asked
+    assert models.rollout_for_model(tmp_path, given) == given
+
+
+@pytest.mark.parametrize("model", ["smollm2", "folder"])
+def test_up_serves_a_model_as_a_run_does(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--model", model, "--dry-run"]) == 0
+    assert ('preamble = "compact"' in capsys.readouterr().out) == (model == "smollm2")
