@@ -64,6 +64,7 @@ def _confine(limits: dict[str, int]) -> str:
         _close_files(libc, os.getcwd())
     except OSError as error:
         unconfined = f"files: {error}"
+        _keep_capabilities(libc, 0)
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, name), (value, value))
     return unconfined
@@ -79,8 +80,11 @@ def _become_nobody(libc: Any) -> None:
     os.setgid(NOBODY)
     libc.prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setuid(NOBODY)
-    kept = struct.pack("6I", _READ_ANYTHING, _READ_ANYTHING, 0, 0, 0, 0)
-    libc.capset(struct.pack("Ii", _CAPABILITIES_V3, 0), kept)
+    _keep_capabilities(libc, _READ_ANYTHING)
+
+
+def _keep_capabilities(libc: Any, mask: int) -> None:
+    libc.capset(struct.pack("Ii", _CAPABILITIES_V3, 0), struct.pack("6I", mask, mask, 0, 0, 0, 0))
 
 
 def _close_files(libc: Any, folder: str) -> None:
@@ -97,11 +101,10 @@ def _close_files(libc: Any, folder: str) -> None:
         return result
 
     version = call(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    # Renaming across folders and truncating came with versions 2 and 3, TCP with 4.
+    # Renaming across folders and truncating came with versions 2 and 3; TCP with 4; signals and
+    # sockets without a path with 6.
     write = _WRITE | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
-    handled = (
-        struct.pack("QQ", _READ | write, 3) if version >= 4 else struct.pack("Q", _READ | write)
-    )
+    handled = struct.pack("QQQ", _READ | write, 3, 3)[: 8 * (1 + (version >= 4) + (version >= 6))]
     rules = call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
     readable = {sys.base_prefix, "/usr", "/lib", "/lib64"}
     for path, access in ((folder, _READ | write), *((each, _READ) for each in sorted(readable))):
