@@ -46,7 +46,7 @@ _MAX_OPEN = 6
 _QUEUE_S = 0.2
 _WEIGHTS = {
     "open_episode": 3,
-    "say": 8,
+    "say": 14,
     "sample": 14,
     "fork": 8,
     "rewind": 6,
@@ -87,9 +87,12 @@ class World:
         )
 
     async def play(self, num_operations: int, *, at_a_time: int = 4) -> None:
-        """Random operations, several beside each other; then everything is closed."""
+        """Random operations, several beside each other; then everything is closed.
+
+        Refused ones come on top of `num_operations`.
+        """
         await self.open_episode()
-        for _ in range(num_operations // at_a_time):
+        while sum(self.done[name] for name in _WEIGHTS) < num_operations:
             async with asyncio.timeout(120):
                 await asyncio.gather(*(self._step() for _ in range(at_a_time)))
             await check_blocks(self._engine)
@@ -114,6 +117,8 @@ class World:
         name = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
         if not self._open():
             name = "open_episode"
+        elif any(episode.root.status.is_final for episode in self._open()):
+            name = "close"
         try:
             await getattr(self, name)()
         except REFUSALS as error:
@@ -145,7 +150,7 @@ class World:
     async def say(self) -> None:
         """A demonstrated turn."""
         call = self._any_call()
-        reply = self._rng.choice((LOOK, LOOK, "plain"))
+        reply = LOOK if self._rng.random() < 0.8 else "plain"
         await self.sessions.turn(call, self._observations(), demonstration=reply)
 
     async def sample(self) -> None:
@@ -211,8 +216,9 @@ class World:
         await self.sessions.lost(episode.episode_id)
 
     async def close(self) -> None:
-        """An agent is done."""
-        episode = self._any_episode()
+        """An agent is done: one whose root has ended, if there is such."""
+        ended = [episode for episode in self._open() if episode.root.status.is_final]
+        episode = self._rng.choice(ended) if ended else self._any_episode()
         self._remember(episode)
         await self.sessions.close(episode.episode_id, reward=1.0)
 
@@ -254,12 +260,15 @@ class World:
         return self._rng.choice(self._open())
 
     def _any_thread(self) -> tuple[Call, Thread]:
-        episode = self._any_episode()
-        live = [thread for thread in episode.threads.values() if not thread.status.is_final]
+        live = [
+            (self._call(episode.episode_id, thread.thread_id), thread)
+            for episode in self._open()
+            for thread in episode.threads.values()
+            if not thread.status.is_final
+        ]
         if not live:
             raise ThreadNotFound("none is live")
-        thread = self._rng.choice(live)
-        return self._call(episode.episode_id, thread.thread_id), thread
+        return self._rng.choice(live)
 
     def _any_call(self) -> Call:
         return self._any_thread()[0]
