@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -29,13 +30,19 @@ LEAST_EFFECT = 1e-3
 NUM_LAYERS = 4
 CASES = {
     "middle quarter": ("llama", None, (1,), 1),
+    "first and third": ("qwen3", (2, 0), (0, 2), 1),
     "first and third, two ranks": ("qwen3", (2, 0), (0, 2), 2),
     "all": ("llama", (0, 1, 2, 3), (0, 1, 2, 3), 1),
 }
 """Family, what is configured, the layers that then read, and ranks that share the model."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=list(CASES))
+def _param(name: str) -> Any:
+    """Ranks are processes of their own, which start slowly and wait busily."""
+    return pytest.param(name, marks=pytest.mark.soak if CASES[name][3] > 1 else ())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=map(_param, CASES))
 async def split(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
     """Prompts come in chunks that are smaller than two pages, beside decodes."""
     family, configured, layers, num_ranks = CASES[request.param]

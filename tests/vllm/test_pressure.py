@@ -131,9 +131,12 @@ async def test_preempted_turns_go_on_as_if_undisturbed(play: Play, oracle: Engin
     alone = [await turn(index) for index in range(3)]
     await engine.release(alone)
     before = engine.stats()
-    together = await asyncio.gather(*(turn(index) for index in range(3)))
+    together: list[Cursor] = []
+    # On a busy machine one may have ended before another comes.
+    while engine.stats().preemptions == before.preemptions:
+        await engine.release(together)
+        together = await asyncio.gather(*(turn(index) for index in range(3)))
     after = engine.stats()
-    assert after.preemptions > before.preemptions
     assert after.tokens_recomputed == before.tokens_recomputed, "a parent was let go"
     for one, other in zip(alone, together, strict=True):
         assert one.token_ids == other.token_ids
@@ -146,12 +149,15 @@ async def test_preempted_scoring_tells_each_token_once(play: Play, oracle: Engin
     engine, parents = play.engine, await crowd(play)
     before = engine.stats().preemptions
     scored: list[Cursor] = []
-    for attempt in range(20):
+    began = time.monotonic()
+    await engine.release([await play.turn(parents[0], 30, seed=0)])
+    turn_s = time.monotonic() - began
+    for attempt in range(40):
         turns = [asyncio.create_task(play.turn(parents[0], 30, seed=seed)) for seed in range(2)]
         while engine.stats().running < 2:
             await asyncio.sleep(0)
         # It is the newest, so it gives way when the turns need another page.
-        await asyncio.sleep(0.005 * attempt)
+        await asyncio.sleep(turn_s * attempt / 40)
         scored.append(await play.extend(parents[-1], play.engine.info.page_tokens - 3))
         await engine.release([await turn for turn in turns])
         if engine.stats().preemptions > before:

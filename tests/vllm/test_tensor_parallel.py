@@ -26,7 +26,9 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="session", params=["granitemoehybrid", "qwen3_5"]
+    scope="module",
+    loop_scope="session",
+    params=["granitemoehybrid", pytest.param("qwen3_5", marks=pytest.mark.soak)],
 )
 async def shared(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
     """A hybrid over two ranks, each with one key and value head."""
