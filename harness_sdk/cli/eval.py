@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness_sdk.cli.agent_session import configured_agent, connected
 from harness_sdk.cli.episode_stream import reading
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.errors import HarnessError
 from harness_sdk.measures import measure
 from harness_sdk.model_cost import ModelCost, read_model_cost
 from harness_sdk.runner import GroupOutcome, Runner, RunOptions
@@ -22,6 +24,8 @@ from harness_sdk.summary import summarise
 
 if TYPE_CHECKING:
     from harness_sdk.cli.run_config import EvalConfig
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +70,22 @@ async def _evaluate(config: EvalConfig, agent: Agent, cost: ModelCost | None) ->
         grouped=False,
     )
     async with connected(config.address, config) as clients:
-        groups = await Runner(clients, agent, options, on_group=_show).run()
         run = clients[0].info.run
+        if config.redis_url is not None:
+            # Before hours of episodes, not after them.
+            await asyncio.to_thread(_check_stream, config.redis_url, run)
+        groups = await Runner(clients, agent, options, on_group=_show).run()
     if config.redis_url is not None:
-        await asyncio.to_thread(_measure, groups, config.redis_url, run, cost)
+        try:
+            await asyncio.to_thread(_measure, groups, config.redis_url, run, cost)
+        except HarnessError as error:
+            logger.warning("the scores stand, the records are not measured: %s", error)
     return groups
+
+
+def _check_stream(url: str, run: str) -> None:
+    with reading(url, run) as stream:
+        stream.last()
 
 
 def _measure(groups: list[GroupOutcome], url: str, run: str, cost: ModelCost | None) -> None:
@@ -83,6 +98,11 @@ def _measure(groups: list[GroupOutcome], url: str, run: str, cost: ModelCost | N
         group.episodes = [
             replace(episode, measures=found.get(episode.entry_id)) for episode in group.episodes
         ]
+    if len(found) < len(episodes):
+        logger.warning(
+            "%d of %d records are not in the stream of %s", len(episodes) - len(found),
+            len(episodes), run,
+        )  # fmt: skip
 
 
 def _show(group: GroupOutcome) -> None:

@@ -11,6 +11,7 @@ import redis.asyncio
 
 from harness_sdk import control
 from harness_sdk.cli.embedded import embedded_valkey
+from harness_sdk.cli.processes import free_port
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from tests.service.sdk_service import calls, scripted
 from tests.service.test_sdk_runner import octopus
@@ -92,6 +93,7 @@ async def test_eval_command_measures_the_records_of_its_episodes(
     assert found["measures"]["flops"] > 2 * 147_456 * first.num_tokens
     assert b"records   2 measured" in out
     assert b"children_per_worker" in out
+    assert b"1 of 3 records are not in the stream" in err
 
 
 async def test_eval_command_without_workers_refuses_forks_and_changes_no_prompt(
@@ -114,6 +116,32 @@ async def test_eval_command_without_workers_refuses_forks_and_changes_no_prompt(
     split, alone = records
     assert alone.answer == "alone"
     assert split.nodes[0].token_ids == alone.nodes[0].token_ids
+
+
+async def test_a_stream_that_goes_away_leaves_the_scores(folder: Path, tmp_path: Path) -> None:
+    away = f"redis://127.0.0.1:{free_port()}"
+    async with scripted(splitter) as service:
+        asked = ("eval", str(folder), "--address", service.address, "--redis-url")
+        process = await octopus(*asked, away)
+        out, err = await process.communicate()
+        assert process.returncode == 1
+        assert b"Redis cannot be read" in err
+        assert not service.records.written, "it is known before the first episode"
+        async with embedded_valkey(tmp_path / "valkey") as url:
+            write, server = service.records.write, redis.asyncio.Redis.from_url(url)
+
+            async def last_one(record: EpisodeRecord) -> str:
+                if len(service.records.written) == 2:
+                    await server.shutdown(nosave=True)
+                return await write(record)
+
+            service.records.write = last_one
+            process = await octopus(*asked, url)
+            out, err = await process.communicate()
+            await server.aclose()
+    assert process.returncode == 0, err.decode()
+    assert b"the scores stand" in err
+    assert b"accuracy  1.0000" in out
 
 
 async def test_a_cost_without_records_is_refused(folder: Path) -> None:
