@@ -95,7 +95,8 @@ class Browser:
 
         Args:
             task: A shipped question.
-            cited: Text that names what the answer rests on, by id or title.
+            cited: Text that names what the answer rests on, by id or title; what was neither
+                searched nor opened does not count.
         """
         evidence = {name: self._corpus.passages[name] for name in task["supporting"]}
         answers = [normalise(answer) for answer in golds(task)]
@@ -105,7 +106,11 @@ class Browser:
             for name, passage in evidence.items()
             if not closed and any(answer in normalise(passage.text) for answer in answers)
         }
-        named = {name for name, p in evidence.items() if name in cited or p.title in cited}
+        named = {
+            name
+            for name in evidence.keys() & (self.searched | self.opened)
+            if name in cited or evidence[name].title in cited
+        }
         reached = {"searched": self.searched, "opened": self.opened, "cited": named}
         return {
             f"{kind}_{how}": len(wanted & found) / len(wanted)

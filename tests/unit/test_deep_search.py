@@ -159,8 +159,8 @@ async def test_recall_counts_what_was_searched_opened_and_cited() -> None:
     (gold,) = [n for n in task["supporting"] if task["answer"] in corpus.passages[n].text]
     (other,) = set(task["supporting"]) - {gold}
     browser = Browser(corpus)
-    nothing = browser.recall(task, "")
-    assert set(nothing.values()) == {0.0}
+    for cited in ("", f"{gold} {other}"):
+        assert set(browser.recall(task, cited).values()) == {0.0}
     await browser.open_page(gold)
     await browser.open_page(gold, 99)
     await browser.search(corpus.passages[other].title)
