@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from harness_sdk.errors import InvalidRequest
 from harness_sdk.types import PRIMITIVES, ToolSchema, ToolSchemas
+from rollout_service.chat.nesting import MAX_DEPTH, is_too_deep
 
 Preamble = Literal["full", "compact"]
 """`full` is Qwen's own wording with whole schemas; `compact` one line for very small models."""
@@ -96,7 +97,7 @@ def parse_tools(tools_json: str) -> list[ToolSchema]:
     """The schemas of a request.
 
     Raises:
-        InvalidRequest: The text is no JSON array of function schemas.
+        InvalidRequest: The text is no JSON array of function schemas, or nested too deeply.
     """
     if not tools_json.strip():
         return []
@@ -106,6 +107,13 @@ def parse_tools(tools_json: str) -> list[ToolSchema]:
         raise InvalidRequest("tools are no valid JSON", value=error) from error
     if not isinstance(tools, list):
         raise InvalidRequest("tools are no JSON array", value=type(tools).__name__)
+    if is_too_deep(tools):
+        raise InvalidRequest(
+            "tools are nested too deeply",
+            value=tools_json[:80],
+            limit=f"{MAX_DEPTH} levels",
+            remedy="flatten the tools' parameters",
+        )
     for index, tool in enumerate(tools):
         if not _is_schema(tool):
             raise InvalidRequest(

@@ -15,6 +15,8 @@ from rollout_service.sessions import SessionOptions
 
 B = TypeVar("B", bound=BaseModel)
 
+_MAX_NAME_CHARS = 256
+
 # Below, logits over temperature leave float32's precision (rollout_service/sessions/turns.py).
 _LEAST_TEMPERATURE = 1e-3
 
@@ -91,14 +93,20 @@ def read_body(kind: type[B], data: bytes) -> B:
 
 
 def session_names(body: Body, headers: Mapping[str, str]) -> SessionNames:
-    """Where the request belongs: its headers, then its metadata, then its user."""
+    """Where the request belongs: its headers, then its metadata, then its user.
+
+    Raises:
+        ParameterError: A name that no header or address could carry.
+    """
     metadata = body.metadata or {}
 
-    def name(key: str) -> str:
-        return headers.get(f"X-Octopus-{key.title()}") or metadata.get(key) or ""
+    def name(key: str, last: str = "") -> str:
+        found = headers.get(f"X-Octopus-{key.title()}") or metadata.get(key) or last
+        _check_name(key, found)
+        return found
 
     return SessionNames(
-        session=name("session") or body.user or "", task=name("task"), group=name("group")
+        session=name("session", body.user or ""), task=name("task"), group=name("group")
     )
 
 
@@ -187,6 +195,18 @@ def _require(param: str, value: object, good: bool, limit: str, remedy: str = ""
             value=value,
             limit=limit,
             remedy=remedy,
+        )
+
+
+def _check_name(key: str, name: str) -> None:
+    # Replies carry it in a header, closing in a path, and records in UTF-8.
+    if len(name) > _MAX_NAME_CHARS or not name.isprintable() or name in (".", ".."):
+        raise ParameterError(
+            f"the {key}'s name cannot be used",
+            param=key,
+            value=f"{len(name)} characters: {name!r:.80}",
+            limit=f"{_MAX_NAME_CHARS} printable characters, not . or ..",
+            remedy="name it otherwise, by a hash if need be",
         )
 
 

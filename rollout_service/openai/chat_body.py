@@ -69,7 +69,7 @@ class ChatBody(Body):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     logprobs: bool | None = None
     stream_options: _StreamOptions | None = None
     response_format: dict[str, Any] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -19,15 +18,12 @@ from rollout_service.openai.bodies import read_body
 from rollout_service.openai.chat_body import ChatBody
 from rollout_service.openai.completions import Completion
 from rollout_service.openai.conversations import Conversations
-from rollout_service.openai.errors import as_harness_error, error_json
+from rollout_service.openai.exchange import SESSION_HEADER, Events, received, stream
 from rollout_service.openai.responses import Response
 from rollout_service.openai.responses_body import ResponsesBody
 from rollout_service.sessions import Sessions
 
-_SESSION_HEADER = "X-Octopus-Session"
-
 Taken = AsyncGenerator[Placed | Said | Reply, None]
-Events = AsyncGenerator[Placed | dict[str, Any], None]
 
 
 class _CloseBody(BaseModel):
@@ -43,12 +39,16 @@ class Endpoint:
         sessions: The episodes.
         conversations: The sessions that clients have open.
         model: Path or name of the model.
+        stall_s: Seconds that a client has to send its body, and to take a piece of a stream.
     """
 
-    def __init__(self, sessions: Sessions, conversations: Conversations, model: str) -> None:
+    def __init__(
+        self, sessions: Sessions, conversations: Conversations, model: str, *, stall_s: float
+    ) -> None:
         self._sessions = sessions
         self._conversations = conversations
         self._model = Path(model).name
+        self._stall_s = stall_s
 
     def routes(self) -> list[web.RouteDef]:
         """What is served where."""
@@ -70,35 +70,36 @@ class Endpoint:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """A chat completion of one or more choices."""
-        body = read_body(ChatBody, await request.read())
+        body = read_body(ChatBody, await received(request, self._stall_s))
         ask = body.to_ask(request.headers, self._sessions.options)
         reply_id = f"chatcmpl-{uuid.uuid4().hex}"
         completion = Completion(reply_id, self._model, logprobs=bool(body.logprobs))
         choices = _choices(ask, reply_id, body.n)
         if body.stream:
             events = self._chunks(choices, completion, with_usage=body.wants_usage)
-            return await _stream(request, events, ends_with="[DONE]")
+            return await stream(request, events, stall_s=self._stall_s, ends_with="[DONE]")
         wholes = await self._whole_choices(choices)
         return web.json_response(
-            completion.whole(wholes), headers={_SESSION_HEADER: wholes[0][0].session}
+            completion.whole(wholes), headers={SESSION_HEADER: wholes[0][0].session}
         )
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """A response of text and function calls."""
-        body = read_body(ResponsesBody, await request.read())
+        body = read_body(ResponsesBody, await received(request, self._stall_s))
         ask = body.to_ask(request.headers, self._sessions.options)
         reply_id = f"resp_{uuid.uuid4().hex}"
         response = Response(reply_id, self._model, body)
         taken = self._conversations.take(ask, reply_id)
         if body.stream:
-            return await _stream(request, _response_events(taken, response))
+            events = _response_events(taken, response)
+            return await stream(request, events, stall_s=self._stall_s)
         reply, _ = await _whole(taken)
-        headers = {_SESSION_HEADER: reply.session}
+        headers = {SESSION_HEADER: reply.session}
         return web.json_response(response.whole(reply), headers=headers)
 
     async def close_session(self, request: web.Request) -> web.Response:
         """The end of a session, with its reward."""
-        body = read_body(_CloseBody, await request.read() or b"{}")
+        body = read_body(_CloseBody, await received(request, self._stall_s) or b"{}")
         key = request.match_info["session"]
         closed = await self._conversations.close(key, reward=body.reward)
         return web.json_response(
@@ -194,39 +195,3 @@ async def _response_events(taken: Taken, response: Response) -> Events:
             told = response.said(event) if isinstance(event, Said) else response.ending(event)
             for each in told:
                 yield each
-
-
-async def _stream(
-    request: web.Request, events: Events, *, ends_with: str = ""
-) -> web.StreamResponse:
-    """Write `events` as they come; an error before the first is an ordinary response."""
-    response: web.StreamResponse | None = None
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    async with contextlib.aclosing(events):
-        try:
-            async for event in events:
-                if isinstance(event, Placed):
-                    headers[_SESSION_HEADER] = event.session
-                    continue
-                if response is None:
-                    response = web.StreamResponse(headers=headers)
-                    await response.prepare(request)
-                await response.write(_sse(event))
-        except ConnectionError:
-            # The client is gone; closing the events cancels what runs.
-            return response or web.Response()
-        except Exception as error:
-            if response is None:
-                raise
-            await response.write(_sse({"type": "error", **error_json(as_harness_error(error))}))
-            return response
-    assert response is not None, "a completion says something or fails"
-    if ends_with:
-        await response.write(f"data: {ends_with}\n\n".encode())
-    await response.write_eof()
-    return response
-
-
-def _sse(event: dict[str, Any]) -> bytes:
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n".encode("utf-8", "replace")

@@ -19,6 +19,7 @@ from harness_sdk.errors import (
     ThreadEnded,
     Unavailable,
 )
+from rollout_service.chat.nesting import MAX_DEPTH
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,13 @@ def as_harness_error(error: Exception) -> HarnessError:
     """`error`, or what stands for one that nobody expected."""
     if isinstance(error, HarnessError):
         return error
+    if isinstance(error, RecursionError):
+        return ParameterError(
+            "the body is nested too deeply",
+            value=error,
+            limit=f"{MAX_DEPTH} levels in tools and arguments",
+            remedy="flatten what the request holds",
+        )
     logger.error("unexpected failure in a request", exc_info=error)
     return EngineError(
         f"the service failed unexpectedly: {error}",

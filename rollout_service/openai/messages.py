@@ -10,6 +10,8 @@ from typing import Any
 
 from harness_sdk.types import Message, Role, ToolCall
 from rollout_service.chat import WrittenTurn
+from rollout_service.chat.nesting import MAX_DEPTH, is_too_deep
+from rollout_service.openai.errors import ParameterError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,9 @@ def to_message(message: ChatMessage, calls: Mapping[str, tuple[str, str]]) -> Me
     Args:
         message: The client's.
         calls: Of each call id that the client knows, the session's own id and the tool's name.
+
+    Raises:
+        ParameterError: A call's arguments are nested too deeply.
     """
     if message.role == "tool":
         call_id, name = calls.get(message.tool_call_id, (message.tool_call_id, ""))
@@ -79,6 +84,14 @@ def _arguments(text: str) -> dict[str, Any]:
         value: object = json.loads(text or "{}")
     except (ValueError, RecursionError):
         value = text
+    if is_too_deep(value):
+        raise ParameterError(
+            "a call's arguments are nested too deeply",
+            param="arguments",
+            value=text[:80],
+            limit=f"{MAX_DEPTH} levels",
+            remedy="flatten them",
+        )
     return value if isinstance(value, dict) else {"arguments": value}
 
 

@@ -63,6 +63,7 @@ async def serve_openai(
     max_threads: int = 100,
     idle_s: float = 900.0,
     spare_s: float = 30.0,
+    stall_s: float = 120.0,
     grace_s: float = 1.0,
 ) -> RunningOpenAI:
     """Start serving `sessions` over HTTP.
@@ -77,13 +78,16 @@ async def serve_openai(
         max_threads: Branches of a session.
         idle_s: Seconds without a request after which a session is closed.
         spare_s: The same for one that nobody named, while new ones wait for room in the pool.
+        stall_s: Seconds that a client has to send its body, and to take a piece of a stream.
         grace_s: Seconds that running requests have at a stop.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
     conversations = Conversations(sessions, max_threads=max_threads, idle_s=idle_s, spare_s=spare_s)
-    endpoint = Endpoint(sessions, conversations, sessions.info(max_body_bytes).model)
+    endpoint = Endpoint(
+        sessions, conversations, sessions.info(max_body_bytes).model, stall_s=stall_s
+    )
     # The first is the outermost.
     middlewares = [_errors_as_json, *([_bearer_auth(auth_token)] if auth_token else [])]
     app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)

@@ -97,3 +97,12 @@ def test_any_value_of_its_type_comes_back(form: str, kind: str, data: st.DataObj
 def _tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("levels", [65, 900, 960, 970, 980, 990, 1000])
+def test_value_nested_too_deeply_stays_text(levels: int) -> None:
+    text = "[" * levels + "]" * levels
+    assert typed(text, {"type": "array"}) == text
+    written = f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>"
+    reply = parse_reply(f"<tool_call>\n{written}\n</tool_call>", family="qwen_xml", step=0)
+    assert [(call.arguments, call.error) for call in reply.tool_calls] == [({"a": text}, "")]

@@ -8,10 +8,10 @@ from typing import Any
 
 from rollout_service.chat.calls.output import Call, Output
 from rollout_service.chat.calls.reader import Broken, Fault, Reader, Waiting, accept, spaces
+from rollout_service.chat.nesting import MAX_DEPTH, is_too_deep
 
 _CLOSERS = {"{": "}", "[": "]"}
-# Deeper than any tool's arguments, and far from the depth at which the json module gives up.
-_MAX_DEPTH = 64
+_TOO_DEEP = f"the call's JSON is nested too deeply: more than {MAX_DEPTH} levels"
 _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 # Between strings and brackets stand numbers, true, false, null and separators. Markers of calls
 # have other characters, so that JSON which lost a quote or a bracket ends at the next one.
@@ -57,12 +57,15 @@ def loads(text: str) -> Any:
         Fault: It has none.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         what = f"{error.msg} at character {error.pos}"
         raise Fault(f"the call is no valid JSON: {what}") from error
     except (ValueError, RecursionError) as error:
         raise Fault(f"the call is no valid JSON: {error}") from error
+    if is_too_deep(value):
+        raise Fault(_TOO_DEEP)
+    return value
 
 
 def finish_object(call: Call, text: str) -> None:
@@ -194,8 +197,8 @@ class _End:
             self._in_string = True
         elif character in _CLOSERS:
             self._open.append(_CLOSERS[character])
-            if len(self._open) > _MAX_DEPTH:
-                raise Broken(f"the call's JSON is nested too deeply: more than {_MAX_DEPTH} levels")
+            if len(self._open) > MAX_DEPTH:
+                raise Broken(_TOO_DEEP)
         elif not self._open:
             raise Broken("the call is no JSON object")
         elif self._open.pop() != character:

@@ -1,0 +1,24 @@
+"""How deeply JSON may be nested: what reads it later recurses, and Python's stack is short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_DEPTH = 64
+"""Levels; deeper than any tool's schema or arguments, and far from where `json` gives up."""
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether `value` has more than `MAX_DEPTH` levels of objects and arrays."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for each in level for child in _children(each)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
