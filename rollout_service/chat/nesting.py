@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 MAX_DEPTH = 64
@@ -10,15 +11,15 @@ MAX_DEPTH = 64
 
 def is_too_deep(value: Any) -> bool:
     """Whether `value` has more than `MAX_DEPTH` levels of objects and arrays."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
         level = [child for each in level for child in _children(each)]
-        if not level:
+        if not any(isinstance(each, dict | list) for each in level):
             return False
     return True
 
 
-def _children(value: Any) -> list[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        return value.values()
+    return value if isinstance(value, list) else ()
