@@ -65,6 +65,10 @@ class Conversation:
         self.episode = episode
         self.named = named
         self.last_used_s = time.monotonic()
+        self.is_ending = False
+        """Its record is being written, or has still to be: no request may begin."""
+        self.reward: float | None = None
+        """What its record says, once it is ending."""
         self.calls: dict[str, tuple[str, str]] = {}
         """Of each call id that clients were given, the turn's own id and the tool's name."""
         self.replies: dict[str, bytes] = {}

@@ -17,6 +17,7 @@ from harness_sdk.errors import (
     BudgetExhausted,
     EpisodeNotFound,
     HarnessError,
+    InvalidRequest,
     Unavailable,
 )
 from harness_sdk.types import EpisodeResult, Limits, StopReason, ThreadStatus, TokenDelta
@@ -78,6 +79,7 @@ class Conversations:
         self._responses: dict[str, _Response] = {}
         self._unnamed: dict[bytes, list[Conversation]] = {}
         """By the history that ends with one of its replies."""
+        self._ending: dict[Conversation, asyncio.Task[Closed]] = {}
         self._closed: OrderedDict[str, Closed] = OrderedDict()
         self._background = Background()
 
@@ -135,6 +137,9 @@ class Conversations:
             await asyncio.sleep(min(self._spare_s / 4, _MAX_SWEEP_S))
             now = time.monotonic()
             for conversation in [each for each in self._open.values() if self._is_over(each, now)]:
+                # Closing one takes a while, in which another may have been called.
+                if not self._is_over(conversation, now):
+                    continue
                 try:
                     await self._end(conversation, reward=None)
                 except HarnessError as error:
@@ -207,13 +212,17 @@ class Conversations:
         lock = self._opening.setdefault(key, asyncio.Lock())
         async with lock:
             conversation = self._open.get(key)
+            if conversation is not None and conversation.is_ending:
+                # Its name is free once the record is written.
+                await self._end(conversation, reward=None)
+                conversation = None
             if conversation is None:
                 conversation = await self._begin(key, ask.names, named=True)
         return conversation, histories
 
     def _continued(self, ask: Ask) -> tuple[Conversation, list[bytes]]:
         response = self._responses.get(ask.previous)
-        if response is None:
+        if response is None or response.conversation.is_ending:
             raise ParameterError(
                 "no such response in an open session",
                 param="previous_response_id",
@@ -234,7 +243,7 @@ class Conversations:
         """The open conversation that said the latest of the replies in the history."""
         answered = {message.tool_call_id for message in ask.messages if message.role == "tool"}
         for history in reversed(histories):
-            known = self._unnamed.get(history)
+            known = [each for each in self._unnamed.get(history, ()) if not each.is_ending]
             if known:
                 # Two may have said the same: whose calls are answered, then who waits for more.
                 return max(
@@ -265,6 +274,23 @@ class Conversations:
         return not conversation.in_use and now_s - conversation.last_used_s > limit_s
 
     async def _end(self, conversation: Conversation, *, reward: float | None) -> Closed:
+        """Close once; whoever comes second waits for the first and is told the same."""
+        task = self._ending.get(conversation)
+        if task is None:
+            conversation.is_ending = True
+            task = asyncio.create_task(self._finish(conversation, reward))
+            self._ending[conversation] = task
+            task.add_done_callback(lambda task: self._ended(conversation, task))
+        return await asyncio.shield(task)
+
+    def _ended(self, conversation: Conversation, task: asyncio.Task[Closed]) -> None:
+        del self._ending[conversation]
+        # Retrieved, for nobody may be left to wait.
+        _ = task.cancelled() or task.exception()
+
+    async def _finish(self, conversation: Conversation, reward: float | None) -> Closed:
+        # A first attempt may have given a reward and not reached the stream.
+        reward = conversation.reward = conversation.reward if reward is None else reward
         episode_id = conversation.episode.episode_id
         try:
             result = await self._sessions.close(
@@ -273,6 +299,9 @@ class Conversations:
         except EpisodeNotFound:
             # The service has closed it.
             self._forget(conversation)
+            raise
+        except InvalidRequest:
+            conversation.is_ending, conversation.reward = False, None
             raise
         closed = Closed(
             session=conversation.key, episode_id=episode_id, reward=reward, result=result

@@ -70,6 +70,7 @@ async def endpoint(
     chat: ChatRenderer | None = None,
     options: SessionOptions | None = None,
     api_key: str = "none",
+    records: Records | None = None,
     **server: Any,
 ) -> AsyncIterator[Endpoint]:
     """Serve a script, or an engine, over HTTP."""
@@ -78,7 +79,7 @@ async def endpoint(
         assert script is not None, "a script or an engine"
         engine = ScriptedEngine(chat, script)
     await engine.start()
-    records = Records()
+    records = records or Records()
     sessions = Sessions(engine, chat, records, options)
     running = await serve_openai(sessions, grace_s=0.2, **server)
     url = running.url
