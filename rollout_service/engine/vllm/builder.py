@@ -13,12 +13,7 @@ from typing import Any, TypeVar
 from rollout_service.cursors import Cursor, Mount
 from rollout_service.engine.base import SampledToken
 from rollout_service.engine.checks import check_version
-from rollout_service.engine.vllm.core_client import (
-    CoreClient,
-    NotReady,
-    ResidencyMissing,
-    RunEnd,
-)
+from rollout_service.engine.vllm.core_client import CoreClient, RunEnd
 from rollout_service.engine.vllm.flights import Flights
 from rollout_service.engine.vllm.footing import Footing, FootingStore, new_mounts
 from rollout_service.engine.vllm.gate import RebuildGate
@@ -26,6 +21,7 @@ from rollout_service.engine.vllm.lora import LoadedAdapter
 from rollout_service.engine.vllm.pins import Pins
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
 from rollout_service.engine.vllm.process import EngineProcess
+from rollout_service.engine.vllm.room import NotReady, ResidencyMissing
 from rollout_service.engine.vllm.turn import Turn
 
 _T = TypeVar("_T")

@@ -13,7 +13,6 @@ from harness_sdk.errors import (
     AdapterError,
     ConfigError,
     InvalidRequest,
-    ResourceExhausted,
     Unavailable,
 )
 from harness_sdk.types import FinishReason, StructuredOutput
@@ -21,6 +20,7 @@ from rollout_service.engine.vllm.gate import call_number
 from rollout_service.engine.vllm.lora import LoraSpec
 from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
 from rollout_service.engine.vllm.process import EngineProcess
+from rollout_service.engine.vllm.room import NotReady, PoolFull, PoolUse, ResidencyMissing
 from rollout_service.engine.vllm.stops import STOP_ARG, Detokenize
 
 _COMMAND = "octopus_cursors"
@@ -29,75 +29,6 @@ _GIVING_BACK = ("release", "evict", "unpin")
 _LOAD_DETOKENIZER = "octopus_detokenizer"
 _RESULT_KEY = "octopus"
 _LOGPROBS_OF_SAMPLED = 0
-
-
-class NotReady(Exception):
-    """A request could not run now; nothing of it was computed."""
-
-    residencies: Sequence[int] = ()
-    """What it read and is gone."""
-
-    def as_error(self) -> ResourceExhausted:
-        """What its caller hears where waiting does not help."""
-        raise NotImplementedError
-
-
-class ResidencyMissing(NotReady):
-    """Pressure had evicted what the request read: rebuild it and ask again."""
-
-    def __init__(self, residencies: Sequence[int]) -> None:
-        super().__init__(f"{len(residencies)} residencies are gone")
-        self.residencies = residencies
-
-    def as_error(self) -> ResourceExhausted:
-        """Thrashing."""
-        return ResourceExhausted(
-            "what the request reads does not fit into the pool at a time",
-            remedy="run fewer episodes at once, or give the engine a larger max_tokens",
-        )
-
-
-class PoolFull(NotReady):
-    """The pool cannot hold the request beside what is being read."""
-
-    def __init__(self, use: PoolUse) -> None:
-        super().__init__(f"{use.num_rows} rows in use")
-        self._use = use
-
-    def as_error(self) -> ResourceExhausted:
-        """Too large."""
-        return ResourceExhausted(
-            "no room for more tokens: running requests read all that is resident",
-            value=f"{self._use.num_rows} tokens in use",
-            limit=f"{self._use.capacity} tokens",
-            remedy="run fewer episodes at once, or give the engine a larger max_tokens",
-        )
-
-
-@dataclass(slots=True)
-class PoolUse:
-    """Occupancy as the core last told it."""
-
-    page_rows: int = 1
-    blocks_per_page: int = 1
-    """Groups of attention layers that each take a block for a page's rows."""
-    total: int = 0
-    free: int = 0
-    residencies: int = 0
-    states: int = 0
-    preemptions: int = 0
-    foreign: int = 0
-    """Blocks read under another version than computed them."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the blocks that are taken."""
-        return (self.total - self.free) * self.page_rows // self.blocks_per_page
-
-    @property
-    def capacity(self) -> int:
-        """Rows of all blocks."""
-        return self.total * self.page_rows // self.blocks_per_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,11 +235,7 @@ class CoreClient:
         report = (params or {}).get(_RESULT_KEY)
         if report is None:
             return
-        use = self.use
-        use.page_rows, use.total, use.free = report["page_rows"], report["total"], report["free"]
-        use.blocks_per_page = report["blocks_per_page"]
-        use.residencies, use.states = report["residencies"], report["states"]
-        use.preemptions, use.foreign = report["preemptions"], report["foreign"]
+        self.use.take(report)
         if report["evicted"]:
             self._on_evicted(report["evicted"])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from rollout_service.engine.vllm.core_client import CoreClient, ResidencyMissing
+from rollout_service.engine.vllm.core_client import CoreClient
+from rollout_service.engine.vllm.room import ResidencyMissing
 
 
 class Pins:
