@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from rollout_service.cursors import Cursor
+from rollout_service.engine.base import Engine, EngineStats
 from tests.engine_cases import Play, span
 from tests.reference import Reference
 from tests.vllm.conftest import Served, serve
@@ -42,6 +45,24 @@ async def play(chunked: Served) -> AsyncIterator[Play]:
     assert (stats.running, stats.resident_cursors, stats.tokens_resident) == (0, 0, 0)
 
 
+async def under_way(
+    engine: Engine, extends: Callable[[], list[Coroutine[Any, Any, Cursor]]]
+) -> tuple[EngineStats, list[asyncio.Task[Cursor]]]:
+    """Tasks of prefills that have some of their steps behind them, and the figures before.
+
+    On a busy machine they may have ended before that is seen: then anew.
+    """
+    while True:
+        before = engine.stats()
+        tasks = [asyncio.create_task(extend) for extend in extends()]
+        while engine.stats().tokens_resident < before.tokens_resident + 4 * TOKENS_PER_STEP:
+            await asyncio.sleep(0.002)
+        has_ended = engine.stats().tokens_computed > before.tokens_computed
+        if not has_ended and not any(task.done() for task in tasks):
+            return before, tasks
+        await engine.release(await asyncio.gather(*tasks))
+
+
 async def test_plans_over_many_steps_equal_the_oracle(play: Play) -> None:
     root = await play.extend(None, 3 * TOKENS_PER_STEP + 7)
     running = [asyncio.create_task(play.turn(root, 40, seed=seed)) for seed in range(3)]
@@ -59,11 +80,8 @@ async def test_plans_over_many_steps_equal_the_oracle(play: Play) -> None:
 async def test_a_cancelled_prefill_leaves_nothing_and_the_rest_go_on(play: Play) -> None:
     engine = play.engine
     root = await play.extend(None, 20)
-    before = engine.stats()
     running = asyncio.create_task(play.turn(root, 30, seed=2))
-    prefill = asyncio.create_task(play.extend(root, 1500))
-    while engine.stats().tokens_resident < before.tokens_resident + 4 * TOKENS_PER_STEP:
-        await asyncio.sleep(0.002)
+    _, (prefill,) = await under_way(engine, lambda: [play.extend(root, 1500)])
     prefill.cancel()
     with pytest.raises(asyncio.CancelledError):
         await prefill
@@ -77,14 +95,10 @@ async def test_a_groups_roots_are_one_prefill_though_some_leave(
     play: Play, cancelled: tuple[int, ...]
 ) -> None:
     engine, tokens = play.engine, play.tokens(1500)
-    before = engine.stats()
-    tasks = [
-        asyncio.create_task(engine.extend(None, tokens, mounts=(), policy_version=0))
-        for _ in range(8)
-    ]
-    # Some of its steps are done, most are not.
-    while engine.stats().tokens_resident == before.tokens_resident:
-        await asyncio.sleep(0.002)
+    before, tasks = await under_way(
+        engine,
+        lambda: [engine.extend(None, tokens, mounts=(), policy_version=0) for _ in range(8)],
+    )
     for index in cancelled:
         tasks[index].cancel()
     done = await asyncio.gather(*tasks, return_exceptions=True)
