@@ -10,7 +10,15 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from harness_sdk.errors import ConfigError
 from rollout_service.engine.vllm.release import require_vllm
@@ -41,6 +49,22 @@ class ModelOptions(Options):
     preamble: Literal["full", "compact"] = "full"
     """How tools are described where the model's chat template does not list them: full is Qwen's
     wording; compact, for very small models, also takes the place of a template's own list."""
+    template_variables: dict[str, JsonValue] = {}
+    """What the chat template is given beside messages and tools, as {enable_thinking = false}."""
+
+    @field_validator("template_variables")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        # A dotted flag gives text.
+        texts = [name for name, value in variables.items() if value in ("true", "false")]
+        if texts:
+            raise ConfigError(
+                f"model.template_variables.{texts[0]} is text, which templates take for true",
+                value=repr(variables[texts[0]]),
+                limit="true and false without quotes",
+                remedy=f"write --model.template-variables '{{{texts[0]} = {variables[texts[0]]}}}'",
+            )
+        return variables
 
 
 class VllmOptions(Options):

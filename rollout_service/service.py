@@ -223,7 +223,8 @@ def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatRenderer]:
     folder = config.model.path
     assert folder is not None
     tokenizer = ChatTokenizer.load(folder)
-    chat = ChatRenderer(tokenizer, load_template(folder), preamble=config.model.preamble)
+    template = load_template(folder, config.model.template_variables)
+    chat = ChatRenderer(tokenizer, template, preamble=config.model.preamble)
     return tokenizer, chat
 
 

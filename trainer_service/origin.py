@@ -74,8 +74,9 @@ class Origin:
                 cause="other_template",
                 value=f"{template}{_by(record)}",
                 limit=f"{self._template}, which {self._whose_template}",
-                remedy="give every replica the same release and model.preamble; a run whose "
-                "template was changed on purpose goes on after a restart of the trainer",
+                remedy="give every replica the same release, model.preamble and "
+                "model.template_variables; a run whose template was changed on purpose goes on "
+                "after a restart of the trainer",
                 episode_id=record.episode_id,
             )
         whose = f"episode {record.episode_id}{_by(record)} has"

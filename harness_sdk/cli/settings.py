@@ -63,6 +63,21 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A flag's value that is a JSON object; for `type=`.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text[:80]!r} is no JSON object, as {{"a": 1}}')
+    return value
+
+
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`; the flags that `parser` does not know become `overrides`.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_sdk.cli.option_file import render_options
-from harness_sdk.cli.settings import add_file_arguments
+from harness_sdk.cli.settings import add_file_arguments, json_object
 from harness_sdk.errors import ConfigError
 
 _DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -30,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|FILE",
         help="check the token ids too: the model's tokenizer.json or a folder that holds it",
     )
+    parser.add_argument(
+        "--variables",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='what the template is given besides, as {"enable_thinking": false}',
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_file_arguments(parser)
 
@@ -39,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(render_options(args))
         return 0
-    answer = _answer(args.template, args.tokenizer)
+    answer = _answer(args.template, args.tokenizer, args.variables)
     if args.json:
         sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
     else:
@@ -47,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if answer["served"] else 1
 
 
-def _answer(path: Path, tokenizer: Path | None) -> dict[str, Any]:
+def _answer(path: Path, tokenizer: Path | None, variables: dict[str, Any]) -> dict[str, Any]:
     from rollout_service.chat import ChatRenderer, ChatTokenizer
     from rollout_service.chat.proof import probe
     from rollout_service.chat.refusal import TemplateRefused
 
     loaded = ChatTokenizer.load(tokenizer) if tokenizer is not None else None
     try:
-        template = _load(path, tokenizer)
+        template = _load(path, tokenizer, variables)
         probed = probe(template)
         if loaded is not None:
             ChatRenderer(loaded, template)
@@ -73,14 +80,19 @@ def _answer(path: Path, tokenizer: Path | None) -> dict[str, Any]:
     )
 
 
-def _load(path: Path, tokenizer: Path | None) -> Any:
-    from rollout_service.chat.template import Template, folder_tokens, load_template
+def _load(path: Path, tokenizer: Path | None, variables: dict[str, Any]) -> Any:
+    from rollout_service.chat.template import (
+        Template,
+        folder_tokens,
+        load_template,
+        template_text,
+    )
 
     if path.is_dir():
-        return load_template(path)
+        return load_template(path, variables)
     folder = tokenizer.parent if tokenizer is not None and tokenizer.is_file() else tokenizer
     tokens = _DEFAULT_TOKENS | (folder_tokens(folder) if folder is not None else {})
-    return Template(path.read_text("utf-8"), tokens)
+    return Template(template_text(path), tokens, variables)
 
 
 def _fields(

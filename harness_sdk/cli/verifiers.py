@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness_sdk.cli.interrupts import run_interruptible
-from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.cli.settings import (
+    add_config_arguments,
+    json_object,
+    load_config,
+    render_config,
+)
 from harness_sdk.permits import NoPermits, redis_permits
 from harness_sdk.summary import summarise
 
@@ -23,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("taskset", help="name of the taskset's package, which is installed")
     parser.add_argument(
-        "--env", type=json.loads, default={}, metavar="JSON",
+        "--env", type=json_object, default={}, metavar="JSON",
         help='fields of the environment, as {"agent": {"runtime": {"type": "subprocess"}}}',
     )  # fmt: skip
     add_config_arguments(parser, VerifiersConfig)
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _play(config: VerifiersConfig, taskset: str, settings: object) -> None:
+async def _play(config: VerifiersConfig, taskset: str, settings: dict[str, Any]) -> None:
     from harness_sdk.cli.run import Progress
     from harness_sdk.environments.verifiers import (
         VerifiersOptions,

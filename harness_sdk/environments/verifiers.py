@@ -59,7 +59,9 @@ class VerifiersOptions:
             )
 
 
-def load_environment(taskset: str, *, environment: str = "", settings: Any = None) -> Any:
+def load_environment(
+    taskset: str, *, environment: str = "", settings: Mapping[str, Any] | None = None
+) -> Any:
     """The environment of an installed taskset.
 
     Args:
@@ -72,8 +74,8 @@ def load_environment(taskset: str, *, environment: str = "", settings: Any = Non
     """
     loaders = _verifiers("verifiers.v1.utils.loaders")
     fields = dict(settings or {})
-    fields["taskset"] = {**fields.get("taskset", {}), "id": taskset}
     try:
+        fields["taskset"] = {**fields.get("taskset", {}), "id": taskset}
         config = loaders.resolve_env_config({**fields, "id": environment})
         return loaders.load_environment(config)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

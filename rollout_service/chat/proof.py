@@ -21,6 +21,7 @@ from rollout_service.chat.increments import (
 from rollout_service.chat.probe import PROBE_TOOL, find_shape
 from rollout_service.chat.refusal import Difference, TemplateRefused, check_kept, first_difference
 from rollout_service.chat.template import Template
+from rollout_service.chat.time_limit import TimeIsUp, time_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,29 @@ class Turn:
 Conversation = tuple[Message | Turn, ...]
 
 
-def probe(template: Template) -> Probed:
+def probe(template: Template, *, limit_s: float = 60.0) -> Probed:
     """Find the shape of `template`'s turns, prove its increments and classify it.
+
+    Args:
+        template: The template.
+        limit_s: Seconds that all of it may take; the slowest known template needs one.
 
     Raises:
         TemplateRefused: It cannot be served; with the reason.
     """
+    try:
+        with time_limit(limit_s):
+            return _probe(template)
+    except TimeIsUp as error:
+        raise TemplateRefused(
+            "the chat template does not come to an end",
+            value=template.source[:80],
+            limit=f"{limit_s:g} s for all conversations of the probe",
+            remedy="serve the model with a template that loops over its messages alone",
+        ) from error
+
+
+def _probe(template: Template) -> Probed:
     shape = find_shape(template)
     depends: Difference | None = _needs_call(template, shape)
     rewrites: Difference | None = None

@@ -65,6 +65,8 @@ class ChatRenderer:
         self._after_stop = self._what_follows_stops()
         self._barred = self._barred_in_replies()
         hashed = f"{_FORMAT}/{preamble}/{sorted(template.special_tokens.items())}/{template.source}"
+        if template.variables:
+            hashed += f"/{json.dumps(template.variables, sort_keys=True)}"
         self.template_hash = hashlib.sha256(hashed.encode()).hexdigest()
         self._check_tokens()
 

@@ -24,6 +24,10 @@ _CHATML = Path(__file__).with_name("chatml.jinja")
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _SURROGATE = r"\ud800-\udfff"
+_MAX_CHARS = 512 * 1024
+"""Of a template: gpt-oss has 17,000, and jinja compiles this many in about ten seconds."""
+_GIVEN = ("messages", "tools", "add_generation_prompt")
+"""What templates get from each rendering."""
 _NOT_ASCII = re.compile(f"[^\x00-\x7f{_SURROGATE}]")
 
 
@@ -33,14 +37,22 @@ class Template:
     Args:
         source: The jinja text.
         special_tokens: What `bos_token`, `eos_token` and the like stand for.
+        variables: What else it is given in every rendering, as `enable_thinking`.
 
     Raises:
-        ConfigError: The text is no jinja template.
+        ConfigError: The text is no jinja template, or a variable has a name of the rendering's.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        self.variables = dict(variables or {})
+        self._check_given()
         # Frozen: a date that changed at midnight would change every prefix.
         now = datetime.datetime.now()
         environment = _environment()
@@ -48,10 +60,11 @@ class Template:
         environment.globals["raise_exception"] = _raise
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        # Python refuses what it is compiled to in further ways: nesting, too many blocks.
+        except Exception as error:
             raise ConfigError(
                 "the chat template is no jinja template",
-                value=str(error),
+                value=f"{error}"[:300],
                 remedy="check the model's chat_template.jinja",
             ) from error
 
@@ -77,7 +90,7 @@ class Template:
                 messages=list(messages),
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
-                **self.special_tokens,
+                **self.special_tokens | self.variables,
             )
         # A template is a program of others: it may raise whatever Python can.
         except Exception as error:
@@ -87,36 +100,81 @@ class Template:
                 remedy="order the messages as the model's template asks for",
             ) from error
 
+    def _check_given(self) -> None:
+        if len(self.source) > _MAX_CHARS:
+            raise ConfigError(
+                "the chat template is too long",
+                value=f"{len(self.source)} characters",
+                limit=f"{_MAX_CHARS} characters",
+                remedy="give the model its own chat_template.jinja",
+            )
+        taken = sorted(self.variables.keys() & set(_GIVEN))
+        if taken:
+            raise ConfigError(
+                "the template's variables have names that every rendering gives",
+                value=", ".join(taken),
+                limit=f"any but {', '.join(_GIVEN)}",
+                remedy="take them out of model.template_variables",
+            )
 
-def load_template(folder: str | Path) -> Template:
+
+def load_template(folder: str | Path, variables: Mapping[str, Any] | None = None) -> Template:
     """The template of a Hugging Face folder; ChatML where it has none.
+
+    Args:
+        folder: The folder.
+        variables: What the template is given beside messages and tools.
 
     Raises:
         ConfigError: A file of the folder cannot be read, or the template is no jinja.
     """
     folder = Path(folder)
-    settings = _json_object(folder / "tokenizer_config.json")
+    settings = json_object(folder / "tokenizer_config.json")
     tokens = folder_tokens(folder)
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return Template(file.read_text("utf-8"), tokens)
+        return Template(template_text(file), tokens, variables)
     found = settings.get("chat_template")
     if isinstance(found, list):
         # A model's variant for tools comes first: its primitives are tools.
-        named = {each["name"]: each["template"] for each in found}
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("tool_use") or named.get("default")
-    return Template(found, tokens) if isinstance(found, str) else chatml()
+    if isinstance(found, str):
+        return Template(found, tokens, variables)
+    if found is None and not settings.get("chat_template"):
+        return chatml(variables)
+    raise ConfigError(
+        "the model's chat_template is no text, nor a list that names one tool_use or default",
+        value=f"{settings['chat_template']!r}"[:200],
+        remedy=f"correct {folder / 'tokenizer_config.json'}, or write chat_template.jinja",
+    )
 
 
-def chatml() -> Template:
+def template_text(path: Path) -> str:
+    """The text of a template's file.
+
+    Raises:
+        ConfigError: It is no text.
+    """
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "the chat template is no text in UTF-8",
+            value=f"{path}: {error}",
+            remedy="give the model's chat_template.jinja",
+        ) from error
+
+
+def chatml(variables: Mapping[str, Any] | None = None) -> Template:
     """For models without a template: ChatML, whose system message lists the tools."""
-    return Template(_CHATML.read_text("utf-8"))
+    return Template(_CHATML.read_text("utf-8"), variables=variables)
 
 
 def folder_tokens(folder: Path) -> dict[str, str]:
     """`bos_token` and the like of a Hugging Face folder."""
     names = ("tokenizer_config.json", "special_tokens_map.json")
-    return special_tokens(*(_json_object(folder / name) for name in names))
+    return special_tokens(*(json_object(folder / name) for name in names))
 
 
 def special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
@@ -131,13 +189,22 @@ def special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """What a model's file of settings holds; nothing where there is none.
+
+    Raises:
+        ConfigError: It is no JSON.
+    """
     if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError("a tokenizer file is no JSON", value=path) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            "a tokenizer file is no JSON",
+            value=f"{path}: {error}",
+            remedy="fetch the model's file again",
+        ) from error
     return found if isinstance(found, dict) else {}
 
 

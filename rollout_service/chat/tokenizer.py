@@ -6,7 +6,6 @@ Wraps a `tokenizers` file; knows nothing of roles or turns.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from harness_sdk.errors import ConfigError
-from rollout_service.chat.template import special_tokens
+from rollout_service.chat.template import json_object, special_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 BARRIER = "\udc00"
@@ -76,7 +75,11 @@ class ChatTokenizer:
         try:
             tokenizer = Tokenizer.from_buffer(data)
         except Exception as error:  # tokenizers raises bare Exception for a bad file
-            raise ConfigError("the tokenizer file cannot be read", value=path) from error
+            raise ConfigError(
+                "the tokenizer file cannot be read",
+                value=f"{path}: {error}"[:300],
+                remedy="save the model's fast tokenizer there as tokenizer.json",
+            ) from error
         return cls(
             tokenizer,
             eos_token_ids=_eos_token_ids(path.parent, tokenizer),
@@ -231,12 +234,10 @@ def _branches(names: Iterable[str]) -> str:
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer) -> set[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        eos: Any = _settings(folder / name).get("eos_token_id")
-        found.update(eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else [])
-    eos_token = special_tokens(_settings(folder / "tokenizer_config.json")).get("eos_token", "")
+        eos: Any = json_object(folder / name).get("eos_token_id")
+        found.update(
+            each for each in (eos if isinstance(eos, list) else [eos]) if isinstance(each, int)
+        )
+    eos_token = special_tokens(json_object(folder / "tokenizer_config.json")).get("eos_token", "")
     eos_id = tokenizer.token_to_id(eos_token)
     return found if eos_id is None else found | {eos_id}
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
