@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tree_kernels.layout import ChunkTable, TreeLayout
@@ -15,9 +17,11 @@ def naive_tree_gated_delta_rule(
     beta: torch.Tensor,
     layout: TreeLayout,
     *,
+    initial_states: torch.Tensor | None,
+    end_nodes: Sequence[int],
     chunk_size: int | None,
-) -> torch.Tensor:
-    """See `op.tree_gated_delta_rule`; README.md names the quantities."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `op.tree_gated_delta_rule_with_states`; README.md names the quantities."""
     chunks = layout.chunks(chunk_size)
     group = value.shape[1] // key.shape[1]
     q = _heads_first(chunks, query).repeat_interleave(group, 1) * query.shape[2] ** -0.5
@@ -34,9 +38,12 @@ def naive_tree_gated_delta_rule(
         system, torch.cat([b * v, b * k * from_start], -1), upper=False, unitriangular=True
     )
     writes, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
-    states, new_values = _scan(chunks, writes, reads, k * to_end, from_start[:, :, -1:])
+    initial = _initial(initial_states, chunks.level_sizes[0], reads, writes)
+    states, new_values = _scan(chunks, initial, writes, reads, k * to_end, from_start[:, :, -1:])
     out = (q * from_start) @ states + (q @ k.mT * between) @ new_values
-    return chunks.scatter(out.transpose(1, 2)).to(value.dtype)
+    slots = chunks.slots[layout.tensor(layout.cu_seqlens[1:][list(end_nodes)] - 1)]
+    ends = _states_behind(slots, decay, k, states, new_values)
+    return chunks.scatter(out.transpose(1, 2)).to(value.dtype), ends
 
 
 def pairwise_decay(log_decay: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -59,8 +66,18 @@ def _heads_first(chunks: ChunkTable, values: torch.Tensor) -> torch.Tensor:
     return chunks.gather(wide).transpose(1, 2)
 
 
+def _initial(
+    given: torch.Tensor | None, num_roots: int, reads: torch.Tensor, writes: torch.Tensor
+) -> torch.Tensor:
+    """State before each root, `[roots, HV, K, V]`."""
+    if given is not None:
+        return given.to(writes.dtype)
+    return writes.new_zeros(num_roots, reads.shape[1], reads.shape[3], writes.shape[3])
+
+
 def _scan(
     chunks: ChunkTable,
+    after: torch.Tensor,
     writes: torch.Tensor,
     reads: torch.Tensor,
     keys_to_end: torch.Tensor,
@@ -68,8 +85,6 @@ def _scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """State before each chunk, `[NC, H, K, V]`, and the values it writes, `[NC, H, C, V]`."""
     sizes = list(chunks.level_sizes)
-    heads, key_dim, value_dim = reads.shape[1], reads.shape[3], writes.shape[3]
-    after = writes.new_zeros(sizes[0], heads, key_dim, value_dim)
     states, new_values = [], []
     levels = zip(*(x.split(sizes) for x in (writes, reads, keys_to_end, chunk_decay)), strict=True)
     for level, (write, read, key, decay) in enumerate(levels):
@@ -79,3 +94,20 @@ def _scan(
         states.append(state)
         new_values.append(new_value)
     return torch.cat(states), torch.cat(new_values)
+
+
+def _states_behind(
+    slots: torch.Tensor,
+    decay: torch.Tensor,
+    keys: torch.Tensor,
+    states: torch.Tensor,
+    new_values: torch.Tensor,
+) -> torch.Tensor:
+    """State behind the row in each of `slots`, which may stand inside a chunk, `[E, HV, K, V]`."""
+    size = decay.shape[2]
+    chunk, place = slots // size, slots % size
+    until = decay[chunk].gather(2, place[:, None, None].expand(-1, decay.shape[1], 1))
+    future = torch.arange(size, device=slots.device)[None] > place[:, None]
+    to_row = (until - decay[chunk]).to(keys.dtype).masked_fill(future[:, None], float("-inf")).exp()
+    kept = states[chunk] * until.exp().to(keys.dtype)[..., None]
+    return kept + (keys[chunk] * to_row[..., None]).mT @ new_values[chunk]

@@ -1,6 +1,11 @@
-"""Checks of the gated delta rule's arguments; the computation is `naive.py`'s."""
+"""Checks of the gated delta rule's arguments, and the choice between PyTorch and Triton.
+
+CUDA tensors run the Triton kernels; CPU tensors run `naive.py`, and so does float64 everywhere.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -27,15 +32,99 @@ def tree_gated_delta_rule(
         log_decay: Log of the state's decay, at most 0, `[T, HV]`.
         beta: Write strength in [0, 1], `[T, HV]`.
         layout: The tree; T rows. Mounts play no part.
-        chunk_size: Rows per chunk; None chooses by the tree's runs.
+        chunk_size: Rows per chunk; None chooses by device and the tree's runs. The kernels know
+            16, 32 and 64.
 
     Returns:
         `[T, HV, V]` in `value`'s type; the state is float32, or float64 for float64 inputs.
 
     Raises:
-        ValueError: Shapes that do not fit each other or the layout.
+        ValueError: Shapes that do not fit each other or the layout, or that the kernels don't know.
     """
-    rows = layout.num_tokens
+    out, _ = tree_gated_delta_rule_with_states(
+        query, key, value, log_decay, beta, layout, chunk_size=chunk_size
+    )
+    return out
+
+
+def tree_gated_delta_rule_with_states(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    layout: TreeLayout,
+    *,
+    initial_states: torch.Tensor | None = None,
+    end_nodes: Sequence[int] = (),
+    chunk_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a piece of a larger tree: states come in at its roots and leave behind nodes.
+
+    Args:
+        initial_states: State before each root in strip order, `[roots, HV, K, V]`; None is zeros.
+        end_nodes: Distinct nodes whose end states the pieces below start from, E of them.
+
+    Returns:
+        The outputs, and the states behind `end_nodes`, `[E, HV, K, V]` in the state's type. All is
+        differentiable: gradients of a piece below enter by the states that it started from.
+
+    Raises:
+        ValueError: As `tree_gated_delta_rule`; states or nodes that are not the layout's.
+    """
+    _check_inputs(query, key, value, log_decay, beta, layout.num_tokens)
+    _check_states(initial_states, end_nodes, key, value, layout)
+    if value.device.type == "cuda" and value.dtype != torch.float64:
+        return _chain_scan(
+            query, key, value, log_decay, beta, initial_states, layout, end_nodes, chunk_size or 64
+        )
+    return naive_tree_gated_delta_rule(
+        query,
+        key,
+        value,
+        log_decay,
+        beta,
+        layout,
+        initial_states=initial_states,
+        end_nodes=end_nodes,
+        chunk_size=chunk_size,
+    )
+
+
+def _chain_scan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    initial_states: torch.Tensor | None,
+    layout: TreeLayout,
+    end_nodes: Sequence[int],
+    block_t: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Triton does not come with PyTorch's builds for the CPU.
+    from tree_kernels.gated_delta_rule.function import chain_scan
+
+    return chain_scan(
+        query,
+        key,
+        value,
+        log_decay,
+        beta,
+        initial_states,
+        layout.chains(block_t, end_nodes),
+        block_t,
+    )
+
+
+def _check_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    rows: int,
+) -> None:
     if query.ndim != 3 or query.shape != key.shape or query.shape[0] != rows:
         raise ValueError(
             f"query {tuple(query.shape)} and key {tuple(key.shape)}; allowed: [{rows}, HK, K]"
@@ -49,6 +138,20 @@ def tree_gated_delta_rule(
             f"log_decay {tuple(log_decay.shape)} and beta {tuple(beta.shape)}; "
             f"allowed: {tuple(value.shape[:2])}"
         )
-    return naive_tree_gated_delta_rule(
-        query, key, value, log_decay, beta, layout, chunk_size=chunk_size
-    )
+
+
+def _check_states(
+    initial_states: torch.Tensor | None,
+    end_nodes: Sequence[int],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TreeLayout,
+) -> None:
+    wanted = (int((layout.parents < 0).sum()), value.shape[1], key.shape[2], value.shape[2])
+    if initial_states is not None and initial_states.shape != wanted:
+        raise ValueError(f"initial_states {tuple(initial_states.shape)}; allowed: {wanted}")
+    known = range(layout.num_nodes)
+    if len(set(end_nodes)) < len(end_nodes) or any(node not in known for node in end_nodes):
+        raise ValueError(
+            f"end_nodes {list(end_nodes)}; allowed: distinct, from 0 to {layout.num_nodes - 1}"
+        )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
+from tree_kernels.layout.chains import ChainTable, build_chains
 from tree_kernels.layout.chunks import ChunkTable, build_chunks, default_chunk_size
 from tree_kernels.layout.tiles import AttentionTiles, build_tiles, default_tile_size
 
@@ -112,6 +113,11 @@ class TreeLayout:
         """Chunks of at most `size` rows, each of which continues one other chunk."""
         size = size or default_chunk_size(self.parents, self.cu_seqlens, self.device)
         return self._cached(("chunks", size), lambda: build_chunks(self, size))
+
+    def chains(self, size: int, end_nodes: Sequence[int] = ()) -> ChainTable:
+        """Chains of chunks of at most `size` rows that keep the states behind `end_nodes`."""
+        nodes = tuple(end_nodes)
+        return self._cached(("chains", size, nodes), lambda: build_chains(self, size, nodes))
 
     def tiles(self, *, mounted: bool, size: int | None = None) -> AttentionTiles:
         """Query tiles of `size` rows with the keys that they see, mounts included if `mounted`."""

@@ -1,0 +1,131 @@
+"""The gated delta rule's Triton kernels in Triton's interpreter; states at a piece's edge."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gated_delta_rule_cases import CASES
+from tests.tree_cases import relative_rms
+from tree_kernels.gated_delta_rule import tree_gated_delta_rule_with_states
+from tree_kernels.layout import TreeLayout
+
+LIMIT = 3e-6
+"""Relative RMS error in float32."""
+ROOT = Path(__file__).parents[2]
+TREE = TreeLayout.build([-1, 0, 1, 2, 0], [3, 5, 20, 2, 4])
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What every case gives in the interpreter; this process may have Triton without it."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
+    command = [sys.executable, "-m", "tests.gated_delta_rule_cases"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_naive(report: dict[str, Any], name: str) -> None:
+    errors = report["errors"][name]
+    assert {"out", "d_query", "d_key", "d_value", "d_log_decay", "d_beta"} <= set(errors)
+    assert ("ends" in errors) is bool(CASES[name].end_nodes)
+    assert ("d_initial_states" in errors) is CASES[name].with_initial
+    assert {tensor: error for tensor, error in errors.items() if not error <= LIMIT} == {}
+
+
+def test_two_runs_give_the_same_bits(report: dict[str, Any]) -> None:
+    assert report["unrepeated"] == []
+
+
+def test_a_changed_branch_leaves_its_siblings_alone(report: dict[str, Any]) -> None:
+    assert report["changed_nodes"] == [4, 5, 6, 7]
+
+
+def test_a_tree_equals_each_of_its_branches(report: dict[str, Any]) -> None:
+    assert len(report["branches"]) == 5
+    assert max(report["branches"]) <= LIMIT
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_pieces_equal_the_whole_tree(chunk_size: int | None) -> None:
+    """Nodes 2 and 3 form a piece of their own, which starts inside a chunk of the whole."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"query": (2, 6), "key": (2, 6), "value": (4, 5), "log_decay": (4,), "beta": (4,)}
+    leaves = {
+        name: torch.randn(TREE.num_tokens, *shape, generator=generator, dtype=torch.float64) / 3
+        for name, shape in shapes.items()
+    }
+    leaves["log_decay"] = -leaves["log_decay"].abs()
+    leaves = {name: each.requires_grad_() for name, each in leaves.items()}
+    initial = torch.randn(1, 4, 6, 5, generator=generator, dtype=torch.float64).requires_grad_()
+
+    whole, (end,) = tree_gated_delta_rule_with_states(
+        **leaves, layout=TREE, initial_states=initial, end_nodes=[3], chunk_size=chunk_size
+    )
+    above, below = torch.tensor([*range(8), *range(30, 34)]), torch.arange(8, 30)
+    top, between = tree_gated_delta_rule_with_states(
+        **{name: each[above] for name, each in leaves.items()},
+        layout=TreeLayout.build([-1, 0, 0], [3, 5, 4]),
+        initial_states=initial,
+        end_nodes=[1],
+        chunk_size=chunk_size,
+    )
+    bottom, (last,) = tree_gated_delta_rule_with_states(
+        **{name: each[below] for name, each in leaves.items()},
+        layout=TreeLayout.build([-1, 0], [20, 2]),
+        initial_states=between,
+        end_nodes=[1],
+        chunk_size=chunk_size,
+    )
+    weights = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+    inputs = [*leaves.values(), initial]
+    pieces = (top * weights[above]).sum() + (bottom * weights[below]).sum() + last.sum()
+    wanted = torch.autograd.grad((whole * weights).sum() + end.sum(), inputs)
+    for found, expected in zip(torch.autograd.grad(pieces, inputs), wanted, strict=True):
+        assert relative_rms(found, expected) <= 1e-11
+    assert relative_rms(last, end) <= 1e-11
+
+
+def test_the_chain_table_of_a_small_tree() -> None:
+    table = TreeLayout.build([-1, 0, 0, -1], [3, 2, 1, 2]).chains(2, [3])
+    assert table.chunk_begins.tolist() == [0, 2, 3, 5, 6]
+    assert table.chunk_lengths.tolist() == [2, 1, 2, 1, 2]
+    assert table.chunk_slots.tolist() == [-1, 2, -1, -1, 3]
+    assert table.chain_chunks.tolist() == [0, 3, 4, 5]
+    assert table.chain_slots.tolist() == [0, 2, 1]
+    assert [level.tolist() for level in table.levels] == [[0, 2], [1]]
+    assert table.slot_begins.tolist() == [0, 1, 2, 3, 3]
+    assert table.slot_chains.tolist() == [0, 2, 1]
+    assert table.root_chains.tolist() == [0, 2]
+    assert table.end_slots.tolist() == [3]
+
+
+def test_depth_alone_adds_no_level() -> None:
+    comb = TreeLayout.build([-1, 0, 1, 2, 3, 2, 1, 0], [1] * 8)
+    assert [len(level) for level in comb.chains(16).levels] == [1, 3]
+
+
+@pytest.mark.parametrize("end_nodes", [[1, 1], [5], [-1]])
+def test_unknown_end_nodes_are_refused(end_nodes: list[int]) -> None:
+    x = torch.randn(34, 2, 4)
+    with pytest.raises(ValueError, match="end_nodes"):
+        tree_gated_delta_rule_with_states(x, x, x, x[..., 0], x[..., 0], TREE, end_nodes=end_nodes)
+
+
+def test_initial_states_of_another_number_of_roots_are_refused() -> None:
+    x = torch.randn(34, 2, 4)
+    with pytest.raises(ValueError, match="initial_states"):
+        tree_gated_delta_rule_with_states(
+            x, x, x, x[..., 0], x[..., 0], TREE, initial_states=torch.zeros(2, 2, 4, 4)
+        )
