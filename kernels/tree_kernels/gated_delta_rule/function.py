@@ -162,7 +162,8 @@ class _Launch:
             writes,
             scan.reads,
             *self._chunks,
-            **self._solve_options,
+            **self._solve,
+            **self._large,
             **self._options,
         )
         for level in self.chains.levels:
@@ -241,7 +242,8 @@ class _Launch:
             dbeta,
             *self._chunks,
             self._scale,
-            **self._options | {"num_warps": 8},
+            **self._large,
+            **self._options,
         )
         by_key_head = [grad.unflatten(1, (self.key_heads, -1)).sum(2) for grad in (dquery, dkey)]
         return [*by_key_head, dvalue, ddecay, dbeta, dchains[self.chains.root_chains]]
@@ -322,13 +324,17 @@ class _Launch:
         }
 
     @property
-    def _solve_options(self) -> dict[str, Any]:
+    def _solve(self) -> dict[str, Any]:
         return {
             "LOG_T": self.block_t.bit_length() - 1,
             # X feeds all that follows; three products of TF32 are nearly float32.
-            "num_warps": 8,
             "SOLVE_PRECISION": "ieee" if self.like.dtype == torch.float32 else "tf32x3",
         }
+
+    @property
+    def _large(self) -> dict[str, Any]:
+        """For programs with many tiles of `[BLOCK_T, BLOCK_T]`."""
+        return {"num_warps": 8}
 
     def _empty(self, first: int, *rest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(first, self.heads, *rest, dtype=dtype, device=self.like.device)
