@@ -71,6 +71,8 @@ class Step:
     announced: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     reserve_noted: bool = False
+    call_ids: tuple[str, ...] = ()
+    """Of the calls in the turn."""
     summary: str = ""
 
     @property
@@ -199,6 +201,16 @@ class Thread:
     def reserve_noted(self) -> bool:
         """Whether the path says that the answer reserve is reached."""
         return any(s.reserve_noted for s in self.steps) or any(n.is_reserve for n in self.pending)
+
+    def call_ids(self) -> set[str]:
+        """Ids of all calls on the path, those of the prefix included."""
+        found = {call_id for step in self.steps for call_id in step.call_ids}
+        below = self
+        for thread in self.ancestors():
+            shared = (step for step in thread.steps if step.number <= below.fork_step)
+            found.update(call_id for step in shared for call_id in step.call_ids)
+            below = thread
+        return found
 
     def ancestors(self) -> Iterator[Thread]:
         """The parent, then its parent, up to the root."""

@@ -104,6 +104,7 @@ def reply_stream(episode: Episode, thread: Thread, request: TurnRequest) -> Repl
     step = thread.steps[-1]
     return _reader(
         episode,
+        thread,
         _tools(episode, thread, request),
         step.number if step.awaits_turn else step.number + 1,
         _opening(episode, thread, notes),
@@ -325,9 +326,10 @@ def _reply(
     ended_by_id = bool(ids) and ids[-1] in chat.stop_token_ids
     raw = chat.tokenizer.decode(ids[:-1] if ended_by_id else ids)
     stops = () if request.demonstration is not None else request.sampling.stop
-    reader = _reader(episode, thread.tools, step.number, plan.opening)
+    reader = _reader(episode, thread, thread.tools, step.number, plan.opening)
     parsed = ParsedReply.of([*reader.push(_before_stop(raw, stops)), *reader.finish()])
     step.summary = _summary(parsed)
+    step.call_ids = tuple(call.call_id for call in parsed.tool_calls)
     ended = episode.guardrails.after_turn(thread, parsed.tool_calls)
     if ended is not None:
         thread.end(ended)
@@ -347,7 +349,9 @@ def _reply(
     return TurnReply(head=episode.moved(thread), turn=turn)
 
 
-def _reader(episode: Episode, tools: ToolSchemas, step: int, opening: Sequence[int]) -> ReplyStream:
+def _reader(
+    episode: Episode, thread: Thread, tools: ToolSchemas, step: int, opening: Sequence[int]
+) -> ReplyStream:
     chat = episode.service.chat
     primitives = [PRIMITIVE_SCHEMAS[name] for name in episode.request.primitives]
     return ReplyStream(
@@ -355,6 +359,7 @@ def _reader(episode: Episode, tools: ToolSchemas, step: int, opening: Sequence[i
         step,
         tools=[*tools, *primitives],
         in_reasoning=opens_reasoning(chat.tokenizer.decode(opening), family=chat.call_format),
+        taken=thread.call_ids(),
     )
 
 

@@ -44,8 +44,8 @@ def parse(family: str, raw: str, **options: Any) -> ParsedReply:
     return parse_reply(raw, family=family, step=3, tools=[SCHEMA], **options)
 
 
-def told(calls: tuple[ToolCall, ...]) -> list[tuple[str, str, dict[str, Any], str]]:
-    return [(call.call_id, call.name, dict(call.arguments), call.error) for call in calls]
+def told(calls: tuple[ToolCall, ...]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(call.name, dict(call.arguments), call.error) for call in calls]
 
 
 @FORMS
@@ -53,7 +53,7 @@ def told(calls: tuple[ToolCall, ...]) -> list[tuple[str, str, dict[str, Any], st
 def test_arguments_are_read_as_written(form: str, arguments: dict[str, Any]) -> None:
     family, write = WRITERS[form]
     parsed = parse(family, write("look", arguments))
-    assert told(parsed.tool_calls) == [("call_3_0", "look", arguments, "")]
+    assert told(parsed.tool_calls) == [("look", arguments, "")]
     assert (parsed.text, parsed.reasoning) == ("", "")
 
 
@@ -61,11 +61,39 @@ def test_arguments_are_read_as_written(form: str, arguments: dict[str, Any]) -> 
 def test_several_calls_are_numbered_in_order(form: str) -> None:
     family, write = WRITERS[form]
     raw = write("look", {"q": "a"}) + write("wait", {}) + write("look", {"q": "b"})
-    assert told(parse(family, raw).tool_calls) == [
-        ("call_3_0", "look", {"q": "a"}, ""),
-        ("call_3_1", "wait", {}, ""),
-        ("call_3_2", "look", {"q": "b"}, ""),
-    ]
+    calls = parse(family, raw).tool_calls
+    assert told(calls) == [("look", {"q": "a"}, ""), ("wait", {}, ""), ("look", {"q": "b"}, "")]
+    # The model's own, where it wrote any: here the first alone, for the rest are taken.
+    own = {"mistral": ["123456789"], "kimi_k2": ["functions.look:0", "functions.wait:0"]}
+    ids = own.get(form, [])
+    ids += [f"call_3_{index}" for index in range(len(ids), 3)]
+    assert [call.call_id for call in calls] == ids
+
+
+@pytest.mark.parametrize(
+    ("family", "raw", "call_id"),
+    [
+        ("mistral", '[TOOL_CALLS]look[CALL_ID]abcDEF123[ARGS]{"q": 1}', "abcDEF123"),
+        ("mistral", '[TOOL_CALLS]look[CALL_ID]abc[ARGS]{"q": 1}', "call_3_0"),
+        ("mistral", '[TOOL_CALLS][{"id": "a-b-c-d-e", "name": "look"}]', "call_3_0"),
+        ("mistral", '[TOOL_CALLS][{"id": 123456789, "name": "look"}]', "call_3_0"),
+        ("kimi_k2", "functions.look:12", "functions.look:12"),
+        ("kimi_k2", " functions.look:12 ", "functions.look:12"),
+        ("kimi_k2", "look:12", "call_3_0"),
+        ("kimi_k2", "functions.look:12345678", "call_3_0"),
+        ("hermes", '<tool_call>{"id": "123456789", "name": "look"}</tool_call>', "call_3_0"),
+        ("granite", '<|tool_call|>[{"id": "123456789", "name": "look"}]', "call_3_0"),
+    ],
+)
+def test_id_that_the_family_writes_is_kept_where_no_other_call_has_it(
+    family: str, raw: str, call_id: str
+) -> None:
+    if family == "kimi_k2":
+        raw = f"<|tool_call_begin|>{raw}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    (call,) = parse(family, raw).tool_calls
+    assert (call.name, call.call_id, call.error) == ("look", call_id, "")
+    (again,) = parse(family, raw, taken={call_id}).tool_calls
+    assert again.call_id == "call_3_0"
 
 
 @pytest.mark.parametrize("form", [form for form in WRITERS if form != "harmony"])
@@ -75,7 +103,7 @@ def test_text_and_reasoning_stand_beside_a_call(form: str) -> None:
     parsed = parse(family, f"<think>\nfirst {call}\n</think>\n\nI look.\n{call}")
     assert parsed.text == "I look."
     assert parsed.reasoning == f"first {call}".strip()
-    assert told(parsed.tool_calls) == [("call_3_0", "look", {"q": "a"}, "")]
+    assert told(parsed.tool_calls) == [("look", {"q": "a"}, "")]
 
 
 @pytest.mark.parametrize("form", [form for form in WRITERS if form != "harmony"])
@@ -107,7 +135,7 @@ def test_reasoning_without_a_beginning_holds_no_calls_either(form: str) -> None:
     call = write("look", {"q": "a"})
     parsed = parse(family, f"hm {call}</think>{call}")
     assert parsed.reasoning == f"hm {call}".strip()
-    assert told(parsed.tool_calls) == [("call_3_0", "look", {"q": "a"}, "")]
+    assert told(parsed.tool_calls) == [("look", {"q": "a"}, "")]
     assert parsed.text == ""
 
 
@@ -119,9 +147,9 @@ def test_channels_of_harmony_are_reasoning_text_and_calls() -> None:
     )
     parsed = parse("harmony", f'{raw}{{"q": "a"}}<|call|>')
     assert (parsed.reasoning, parsed.text) == ("maybe to=functions.look {}", "I look.")
-    assert told(parsed.tool_calls) == [("call_3_0", "look", {"q": "a"}, "")]
+    assert told(parsed.tool_calls) == [("look", {"q": "a"}, "")]
     # The stop token, which the text does not hold, ends a call without arguments.
-    assert told(parse("harmony", raw).tool_calls) == [("call_3_0", "look", {}, "")]
+    assert told(parse("harmony", raw).tool_calls) == [("look", {}, "")]
     body = parse("harmony", f"hm<|end|><|start|>assistant{raw}", in_reasoning=True)
     assert body.reasoning == "hm\nmaybe to=functions.look {}"
     cut = parse("harmony", "<|channel|>analysis<|message|>to=functions.look<|message|>{}")
@@ -201,13 +229,13 @@ def test_json_in_the_text_of_llama_is_no_call() -> None:
 
 def test_built_in_calls_of_llama_are_read() -> None:
     (call,) = parse("llama_json", '<|python_tag|>web.call(query="a, b=", n="3")').tool_calls
-    assert told((call,)) == [("call_3_0", "web", {"query": "a, b=", "n": "3"}, "")]
+    assert told((call,)) == [("web", {"query": "a, b=", "n": "3"}, "")]
 
 
 def test_qwen_calls_without_the_outer_tag_are_read() -> None:
     raw = "Hm <function=look>\n<parameter=q>\n3\n</parameter>\n</function></tool_call> so"
     parsed = parse("qwen_xml", raw)
-    assert told(parsed.tool_calls) == [("call_3_0", "look", {"q": "3"}, "")]
+    assert told(parsed.tool_calls) == [("look", {"q": "3"}, "")]
     assert parsed.text == "Hm  so"
 
 

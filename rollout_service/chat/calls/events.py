@@ -26,7 +26,6 @@ class ReasoningDelta:
 class CallBegun:
     """A call whose name is known; its arguments may still be on their way."""
 
-    call_id: str
     name: str
     """That of the finished call; empty where a bad call does not say it."""
 

@@ -68,8 +68,13 @@ def loads(text: str) -> Any:
     return value
 
 
-def finish_object(call: Call, text: str) -> None:
+def finish_object(call: Call, text: str, *, own_id: re.Pattern[str] | None = None) -> None:
     """Finish a call that is one JSON object with its name and arguments in it.
+
+    Args:
+        call: The call.
+        text: The object.
+        own_id: What its "id" looks like where models write one; None where they do not.
 
     Raises:
         Fault: It is none.
@@ -83,6 +88,9 @@ def finish_object(call: Call, text: str) -> None:
     if not isinstance(name, str) or not name.strip():
         raise Fault('the call has no "name"')
     call.begin(name)
+    call_id = body.get("id")
+    if own_id is not None and isinstance(call_id, str) and own_id.fullmatch(call_id):
+        call.named_by_model(call_id)
     key = "parameters" if "arguments" not in body and "parameters" in body else "arguments"
     beside = sorted(body.keys() - {"name", "type", "id", key})
     if key not in body and beside:
@@ -124,8 +132,16 @@ def arguments_text(
     return ""
 
 
-def call_list(reader: Reader, out: Output, form: str) -> Waiting[bool]:
+def call_list(
+    reader: Reader, out: Output, form: str, *, own_id: re.Pattern[str] | None = None
+) -> Waiting[bool]:
     """Read `[{...}, {...}]`, or one object without brackets, as calls.
+
+    Args:
+        reader: Where they begin.
+        out: Where they go.
+        form: How they are written, for the model that wrote one wrong.
+        own_id: What a call's "id" looks like where models write one.
 
     Returns:
         Whether its end was found; else what follows is not known.
@@ -138,7 +154,7 @@ def call_list(reader: Reader, out: Output, form: str) -> Waiting[bool]:
             return True
         call = out.call(form)
         try:
-            finish_object(call, (yield from json_text(reader, call)))
+            finish_object(call, (yield from json_text(reader, call)), own_id=own_id)
         except Broken as fault:
             call.fail(fault)
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from harness_sdk.types import ToolCall, ToolSchemas
@@ -27,10 +27,13 @@ class Output:
     Args:
         step: The turn's step; part of each call's id.
         tools: Schemas of the tools that the model knows.
+        taken: Ids of earlier calls, which none of this reply may have.
     """
 
-    def __init__(self, step: int, tools: ToolSchemas) -> None:
+    def __init__(self, step: int, tools: ToolSchemas, taken: Collection[str] = ()) -> None:
         self._step = step
+        self._earlier = frozenset(taken)
+        self._taken = set(taken)
         self._num_calls = 0
         self._events: list[ReplyEvent] = []
         self._text, self._reasoning = _Trimmed(), _Trimmed()
@@ -56,6 +59,7 @@ class Output:
     def all_was_reasoning(self, raw: str) -> None:
         """What was written so far is void; `raw` is what it stood for."""
         self._num_calls = 0
+        self._taken = set(self._earlier)
         self._text, self._reasoning = _Trimmed(), _Trimmed()
         self._events.append(AllWasReasoning(reasoning=self._reasoning.push(raw)))
 
@@ -63,7 +67,7 @@ class Output:
         """The next call; `form` shows how one is written."""
         call_id = f"call_{self._step}_{self._num_calls}"
         self._num_calls += 1
-        return Call(self._events, call_id, form, self._tools)
+        return Call(self._events, call_id, form, self._tools, self._taken)
 
     def take_back_call(self) -> None:
         """The call handed out last was none; nothing was written about it."""
@@ -75,19 +79,34 @@ class Call:
 
     Args:
         events: Where its events go.
-        call_id: Its id.
+        call_id: Its id, unless the model gives one of its own.
         form: How a call is written, for the model that wrote it wrong.
         tools: The known functions' schemas by name.
+        taken: Ids of other calls; the call's own is added.
     """
 
     def __init__(
-        self, events: list[ReplyEvent], call_id: str, form: str, tools: Mapping[str, Any]
+        self,
+        events: list[ReplyEvent],
+        call_id: str,
+        form: str,
+        tools: Mapping[str, Any],
+        taken: set[str],
     ) -> None:
         self.form = form
         self.name = ""
         self._events = events
         self._call_id = call_id
         self._tools = tools
+        self._taken = taken
+
+    def named_by_model(self, call_id: str) -> None:
+        """Take the id that the model wrote, so that its answer is rendered with it.
+
+        One that another call of the thread has is left: answers are told apart by their ids.
+        """
+        if call_id not in self._taken:
+            self._call_id = call_id
 
     def begin(self, name: str) -> None:
         """Its name is known.
@@ -102,7 +121,7 @@ class Call:
             raise Fault("the call has two names")
         if not self.name:
             self.name = name
-            self._events.append(CallBegun(call_id=self._call_id, name=name))
+            self._events.append(CallBegun(name=name))
 
     def begin_checked(self, name: str) -> None:
         """Its name was written outside JSON, where anything may stand.
@@ -140,13 +159,14 @@ class Call:
     def fail(self, fault: Fault) -> None:
         """The call is bad."""
         if not self.name:
-            self._events.append(CallBegun(call_id=self._call_id, name=""))
+            self._events.append(CallBegun(name=""))
         self._end({}, f"{fault}; write {self.form}")
 
     def _end(self, arguments: Mapping[str, Any], error: str) -> None:
         call = ToolCall(
             call_id=self._call_id, name=self.name, arguments=dict(arguments), error=error
         )
+        self._taken.add(self._call_id)
         self._events.append(CallFinished(call=call))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from harness_sdk.types import ToolSchemas
 from rollout_service.chat.calls.events import ParsedReply, ReplyEvent
 from rollout_service.chat.calls.families import FAMILIES
@@ -23,18 +25,26 @@ class ReplyStream:
         tools: Schemas of the tools that the model knows: they give types to arguments that are
             written without any.
         in_reasoning: The generation prompt opened reasoning.
+        taken: Ids of earlier calls of the thread. A call keeps the id that the model wrote, where
+            its family writes one and it is not taken.
 
     Raises:
         ValueError: There is no such family.
     """
 
     def __init__(
-        self, family: str, step: int, *, tools: ToolSchemas = (), in_reasoning: bool = False
+        self,
+        family: str,
+        step: int,
+        *,
+        tools: ToolSchemas = (),
+        in_reasoning: bool = False,
+        taken: Collection[str] = (),
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(f"no family {family!r} of tool calls; one of {', '.join(FAMILIES)}")
         self._reader = Reader()
-        self._out = Output(step, tools)
+        self._out = Output(step, tools, taken)
         self._parser = FAMILIES[family].parse(self._reader, self._out, in_reasoning)
 
     def push(self, text: str) -> list[ReplyEvent]:
@@ -54,7 +64,13 @@ class ReplyStream:
 
 
 def parse_reply(
-    raw: str, *, family: str, step: int, tools: ToolSchemas = (), in_reasoning: bool = False
+    raw: str,
+    *,
+    family: str,
+    step: int,
+    tools: ToolSchemas = (),
+    in_reasoning: bool = False,
+    taken: Collection[str] = (),
 ) -> ParsedReply:
     """Split a turn into reasoning, text and calls.
 
@@ -64,9 +80,10 @@ def parse_reply(
         step: The turn's step; part of each call's id.
         tools: Schemas of the tools that the model knows.
         in_reasoning: The generation prompt opened reasoning.
+        taken: Ids of earlier calls of the thread.
 
     Raises:
         ValueError: There is no such family.
     """
-    stream = ReplyStream(family, step, tools=tools, in_reasoning=in_reasoning)
+    stream = ReplyStream(family, step, tools=tools, in_reasoning=in_reasoning, taken=taken)
     return ParsedReply.of([*stream.push(raw), *stream.finish()])
