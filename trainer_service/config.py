@@ -78,7 +78,12 @@ class BatchOptions(Options):
     epochs: int = Field(default=1, ge=1)
     """Passes over the file of records."""
     max_strip_tokens: int = Field(default=16_384, ge=1)
-    """Packed tokens of one forward and backward; a longer episode is a strip of its own."""
+    """Packed tokens of one forward and backward; a longer episode is a strip of its own, which
+    max_piece_tokens cuts."""
+    max_piece_tokens: int | None = Field(default=None, ge=1)
+    """A strip above it is computed in pieces of at most so many tokens: activations of one piece at
+    a time, and the keys, values and states that others read. The gradients are the same; every
+    token is computed twice, as with model.activation_checkpointing. Unset cuts no strip."""
     advantages: Literal["leave_one_out", "group_mean"] = "leave_one_out"
     """Baseline of a group's episodes."""
 
@@ -241,6 +246,12 @@ class TrainerConfig(Options):
             self._check_groups()
         else:
             self._check_sft()
+        if self.batch.max_piece_tokens is not None and self.model.activation_checkpointing:
+            raise _pair(
+                "batch.max_piece_tokens",
+                "model.activation_checkpointing",
+                "remove one: pieces compute their activations again already",
+            )
         self._check_optim()
         return self
 

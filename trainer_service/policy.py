@@ -25,7 +25,9 @@ from trainer_service.lora import (
 )
 from trainer_service.models import PackedTree, default_mount_layers, model_hooks, use_tree
 from trainer_service.objectives.base import PackedLogprobs
+from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
 from trainer_service.strip import Strip
+from tree_kernels.layout import Layout, PieceLayout
 from tree_kernels.logprob import action_logprobs
 
 __all__ = ["LoraOptions", "PackedLogprobs", "Policy"]
@@ -111,8 +113,13 @@ class Policy:
         model.train(activation_checkpointing)
         return cls(model, model_path=model_path, mount_layers=mount_layers, adapter=adapter)
 
-    def logprobs(self, strip: Strip) -> PackedLogprobs:
+    def logprobs(self, strip: Strip, *, max_piece_tokens: int | None = None) -> PackedLogprobs:
         """Log-probability and entropy of every action of `strip`, differentiable.
+
+        Args:
+            strip: The packed episodes.
+            max_piece_tokens: A longer strip is computed in pieces of at most so many rows, with the
+                memory that `pieces.py` states; None computes it at once.
 
         Raises:
             ConfigError: The strip was sampled with other mount layers.
@@ -125,20 +132,59 @@ class Policy:
                 remedy="set the same mount_layers on rollout and trainer",
             )
         strip = strip.to(self.device)
-        hidden = self._model.model(
-            input_ids=strip.token_ids[None],
-            position_ids=strip.position_ids[None],
+        if max_piece_tokens is None or strip.num_tokens <= max_piece_tokens:
+            hidden = self._hidden(strip, slice(None), self._tree(strip.layout))
+            found = self._action_logprobs(strip, hidden[strip.action_source], slice(None))
+        else:
+            found = self._piecewise_logprobs(strip, max_piece_tokens)
+        return PackedLogprobs(policy_logprobs=found[0], entropy=found[1])
+
+    def _piecewise_logprobs(self, strip: Strip, max_tokens: int) -> Sequence[torch.Tensor]:
+        run = PieceRun(PiecePlan(strip.layout, max_tokens))
+        actions = [
+            torch.isin(strip.action_source, self._rows(piece)).nonzero()[:, 0]
+            for piece in run.plan.pieces
+        ]
+        by_piece = dict(zip(run.plan.pieces, actions, strict=True))
+
+        def compute(piece: PieceLayout, boundary: PieceBoundary) -> tuple[torch.Tensor, ...]:
+            rows, own = self._rows(piece), by_piece[piece]
+            hidden = self._hidden(strip, rows, self._tree(piece, boundary))
+            sources = torch.searchsorted(rows, strip.action_source[own])
+            return self._action_logprobs(strip, hidden[sources], own)
+
+        order = torch.cat(actions).argsort()
+        outputs = zip(*piecewise(run, compute), strict=True)
+        return [torch.cat(values)[order] for values in outputs]
+
+    def _rows(self, piece: PieceLayout) -> torch.Tensor:
+        return torch.from_numpy(piece.rows).to(self.device)
+
+    def _tree(self, layout: Layout, boundary: PieceBoundary | None = None) -> PackedTree:
+        return PackedTree(
+            layout=layout, mount_layers=frozenset(self.mount_layers), boundary=boundary
+        )
+
+    def _hidden(self, strip: Strip, rows: torch.Tensor | slice, tree: PackedTree) -> torch.Tensor:
+        """Final hidden states of `rows`, `[n, D]`."""
+        return self._model.model(
+            input_ids=strip.token_ids[rows][None],
+            position_ids=strip.position_ids[rows][None],
             use_cache=False,
-            tree=PackedTree(layout=strip.layout, mount_layers=frozenset(self.mount_layers)),
+            tree=tree,
         ).last_hidden_state[0]
-        temperature = torch.where(strip.temperature > 0, strip.temperature, 1.0)
-        logprobs, entropy = action_logprobs(
-            hidden[strip.action_source],
+
+    def _action_logprobs(
+        self, strip: Strip, hidden: torch.Tensor, actions: torch.Tensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of `actions`, each `[a]`, from their source rows' states."""
+        temperature = torch.where(strip.temperature > 0, strip.temperature, 1.0)[actions]
+        return action_logprobs(
+            hidden,
             self._model.get_output_embeddings().weight,
-            strip.action_target,
+            strip.action_target[actions],
             self._logit_scale / temperature,
         )
-        return PackedLogprobs(policy_logprobs=logprobs, entropy=entropy)
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _Part:
     """A strip and the advantages of its episodes, `[E]`."""
 
     strip: Strip
@@ -57,15 +57,15 @@ def train_step(
     """
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
     begin = time.monotonic()
-    pieces = _pieces(batch, config)
+    parts = _parts(batch, config)
     packed = time.monotonic()
-    options = _options(batch, pieces, config)
+    options = _options(batch, parts, config)
     optimizer.zero_grad()
     figures = _Figures(version)
     loss = 0.0
-    for piece in pieces:
-        loss += _accumulate(policy, piece, config.objective, options, figures)
-    if not any(piece.teaches for piece in pieces):
+    for part in parts:
+        loss += _accumulate(policy, part, config, options, figures)
+    if not any(part.teaches for part in parts):
         _zero_gradients(optimizer)
     outcome = optimizer.step(loss=loss)
     computed = time.monotonic()
@@ -76,9 +76,9 @@ def train_step(
         "optim/skipped": float(optimizer.num_skipped),
         "seconds/pack": packed - begin,
         "seconds/compute": computed - packed,
-        "tokens/per_s": sum(p.strip.num_tokens for p in pieces) / max(computed - packed, 1e-9),
+        "tokens/per_s": sum(p.strip.num_tokens for p in parts) / max(computed - packed, 1e-9),
         **_batch_metrics(batch, config, version),
-        **_token_metrics(batch, pieces),
+        **_token_metrics(batch, parts),
         **figures.metrics(),
     }
     return StepResult(skipped=outcome.skipped, metrics=metrics)
@@ -166,7 +166,7 @@ def _divergence_metrics(area: str, parts: Sequence[Divergence]) -> dict[str, flo
     }
 
 
-def _pieces(batch: Batch, config: TrainerConfig) -> list[_Piece]:
+def _parts(batch: Batch, config: TrainerConfig) -> list[_Part]:
     """Strips of the groups that teach; the first strip of the others where none does.
 
     That one is for the figures alone: a run that has learned its tasks reports its divergence too.
@@ -177,12 +177,12 @@ def _pieces(batch: Batch, config: TrainerConfig) -> list[_Piece]:
     teaches = any(teaching)
     places = [place for place, own in enumerate(teaching) if own == teaches]
     sizes = [episodes[place].record.num_tokens for place in places]
-    pieces = []
+    parts = []
     for chosen in split_episodes(sizes, config.batch.max_strip_tokens)[: None if teaches else 1]:
         own = [places[index] for index in chosen]
         strip = pack_episodes([episodes[place].record for place in own])
-        pieces.append(_Piece(strip=strip, advantages=advantages[own], teaches=teaches))
-    return pieces
+        parts.append(_Part(strip=strip, advantages=advantages[own], teaches=teaches))
+    return parts
 
 
 def _is_uniform(group: Group, config: TrainerConfig) -> bool:
@@ -200,26 +200,31 @@ def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
     return ESTIMATORS[config.batch.advantages](outcomes, group_ids)
 
 
-def _options(batch: Batch, pieces: Sequence[_Piece], config: TrainerConfig) -> ObjectiveOptions:
+def _options(batch: Batch, parts: Sequence[_Part], config: TrainerConfig) -> ObjectiveOptions:
     """The normalisers are those of the whole step, however it is cut and whatever is left out."""
     return ObjectiveOptions(
         clip_low=config.loss.clip_low,
         clip_high=config.loss.clip_high,
         max_importance=config.loss.importance_cap,
         num_episodes=len(batch.episodes),
-        num_actions=max(sum(piece.strip.action_source.shape[0] for piece in pieces), 1),
+        num_actions=max(sum(part.strip.action_source.shape[0] for part in parts), 1),
     )
 
 
 def _accumulate(
-    policy: Policy, piece: _Piece, objective: str, options: ObjectiveOptions, figures: _Figures
+    policy: Policy,
+    part: _Part,
+    config: TrainerConfig,
+    options: ObjectiveOptions,
+    figures: _Figures,
 ) -> float:
-    strip = piece.strip.to(policy.device)
-    with torch.set_grad_enabled(piece.teaches):
-        logprobs = policy.logprobs(strip)
-        output = OBJECTIVES[objective](logprobs, strip, piece.advantages.to(policy.device), options)
+    strip = part.strip.to(policy.device)
+    objective = OBJECTIVES[config.objective]
+    with torch.set_grad_enabled(part.teaches):
+        logprobs = policy.logprobs(strip, max_piece_tokens=config.batch.max_piece_tokens)
+        output = objective(logprobs, strip, part.advantages.to(policy.device), options)
     figures.add(logprobs, strip, output.metrics)
-    if not piece.teaches:
+    if not part.teaches:
         return 0.0
     output.loss.backward()
     return float(output.loss.detach())
@@ -250,14 +255,14 @@ def _batch_metrics(batch: Batch, config: TrainerConfig, version: int) -> dict[st
     }
 
 
-def _token_metrics(batch: Batch, pieces: Sequence[_Piece]) -> dict[str, float]:
+def _token_metrics(batch: Batch, parts: Sequence[_Part]) -> dict[str, float]:
     """Of what was computed; `tokens/skipped` is what was not, for it taught nothing."""
-    packed = sum(piece.strip.num_tokens for piece in pieces)
-    flat = sum(piece.strip.tokens_flat for piece in pieces)
+    packed = sum(part.strip.num_tokens for part in parts)
+    flat = sum(part.strip.tokens_flat for part in parts)
     return {
         "tokens/packed": float(packed),
         "tokens/flat": float(flat),
         "tokens/packed_over_flat": packed / flat,
-        "tokens/actions": float(sum(piece.strip.action_source.shape[0] for piece in pieces)),
+        "tokens/actions": float(sum(part.strip.action_source.shape[0] for part in parts)),
         "tokens/skipped": float(sum(e.record.num_tokens for e in batch.episodes) - packed),
     }

@@ -89,11 +89,14 @@ def _stepped(config: TrainerConfig, batch: Batch) -> tuple[dict[str, float], lis
     return result.metrics, [p.detach().clone() for p in policy.trainable_parameters()]
 
 
+@pytest.mark.parametrize("cut", [{"max_strip_tokens": 1}, {"max_piece_tokens": 30}])
 @pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
-def test_step_does_not_depend_on_how_strips_are_cut(model: Path, objective: str) -> None:
+def test_step_does_not_depend_on_how_strips_are_cut(
+    model: Path, objective: str, cut: dict[str, int]
+) -> None:
     batch = _batch(demonstrations=objective == "sft")
     whole, one = _stepped(_config(model, objective), batch)
-    pieces, other = _stepped(_config(model, objective, max_strip_tokens=1), batch)
+    pieces, other = _stepped(_config(model, objective, **cut), batch)
     assert pieces["loss/total"] == pytest.approx(whole["loss/total"], rel=1e-9, abs=1e-12)
     assert pieces["optim/grad_norm"] == pytest.approx(whole["optim/grad_norm"], rel=1e-9)
     for name in ("divergence/kl_mean", "divergence/kl_max", "tokens/packed", "tokens/flat"):
@@ -235,9 +238,9 @@ def _counted(policy: Policy) -> list[int]:
     counts: list[int] = []
     original = policy.logprobs
 
-    def logprobs(strip: Strip) -> PackedLogprobs:
+    def logprobs(strip: Strip, **options: Any) -> PackedLogprobs:
         counts.append(strip.num_tokens)
-        return original(strip)
+        return original(strip, **options)
 
     policy.logprobs = logprobs
     return counts

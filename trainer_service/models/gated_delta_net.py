@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from trainer_service.models.precision import rounded_once
 from trainer_service.models.tree_forward import PackedTree
 from tree_kernels.causal_conv import tree_causal_conv
-from tree_kernels.gated_delta_rule import tree_gated_delta_rule
+from tree_kernels.gated_delta_rule import tree_gated_delta_rule_with_states
 
 
 def qwen3_5_forward(
@@ -52,9 +51,11 @@ def _delta_net(
 ) -> torch.Tensor:
     """Convolution, delta rule, gated norm and output projection, `[1, T, D]`."""
     rows = mixed.shape[0]
-    mixed = tree_causal_conv(mixed, self.conv1d.weight[:, 0], self.conv1d.bias, tree.layout)
+    taps = self.conv1d.weight[:, 0]
+    mixed = tree.with_context(self.layer_idx, mixed, taps.shape[1])
+    mixed = tree_causal_conv(mixed, taps, self.conv1d.bias, tree.layout)
     recurrence = partial(_recurrence, self, tree)
-    out = rounded_once(recurrence, mixed, beta, step, self.A_log, self.dt_bias)
+    out = tree.recur(self.layer_idx, recurrence, mixed, beta, step, self.A_log, self.dt_bias)
     normed = self.norm(out.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
     return self.out_proj(normed.view(1, rows, -1))
 
@@ -67,17 +68,20 @@ def _recurrence(
     step: torch.Tensor,
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
-) -> torch.Tensor:
-    """Delta rule of the convolved q|k|v, `[T, HV, V]`."""
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Delta rule of the convolved q|k|v, `[T, HV, V]`, and the states to leave."""
     mixed = ACT2FN[self.activation](mixed)
     query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-    return tree_gated_delta_rule(
+    return tree_gated_delta_rule_with_states(
         _l2_normalised(query.unflatten(-1, (self.num_k_heads, self.head_k_dim))),
         _l2_normalised(key.unflatten(-1, (self.num_k_heads, self.head_k_dim))),
         value.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
         -_wide(a_log).exp() * F.softplus(_wide(step) + dt_bias),
         beta.sigmoid(),
-        tree.layout,
+        tree.recurrent_layout,
+        initial_states=initial,
+        end_nodes=tree.end_nodes,
     )
 
 

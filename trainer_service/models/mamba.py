@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from trainer_service.models.precision import rounded_once
 from trainer_service.models.tree_forward import PackedTree
 from tree_kernels.causal_conv import tree_causal_conv
-from tree_kernels.ssd import tree_ssd
+from tree_kernels.ssd import tree_ssd_with_states
 
 
 def granite_forward(
@@ -23,9 +22,11 @@ def granite_forward(
     gate, mixed, step = self.in_proj(hidden_states)[0].split(
         [self.intermediate_size, self.conv_dim, self.num_heads], dim=-1
     )
-    mixed = tree_causal_conv(mixed, self.conv1d.weight[:, 0], self.conv1d.bias, tree.layout)
+    taps = self.conv1d.weight[:, 0]
+    mixed = tree.with_context(self.layer_idx, mixed, taps.shape[1])
+    mixed = tree_causal_conv(mixed, taps, self.conv1d.bias, tree.layout)
     recurrence = partial(_recurrence, self, tree)
-    out = rounded_once(recurrence, mixed, step, self.A_log, self.dt_bias, self.D)
+    out = tree.recur(self.layer_idx, recurrence, mixed, step, self.A_log, self.dt_bias, self.D)
     normed = self.norm(out.reshape(1, rows, -1), gate[None])
     return self.out_proj(normed.to(hidden_states.dtype))
 
@@ -38,20 +39,23 @@ def _recurrence(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     skip: torch.Tensor,
-) -> torch.Tensor:
-    """SSD of the convolved x|B|C, `[T, H, P]`."""
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SSD of the convolved x|B|C, `[T, H, P]`, and the states to leave."""
     state_width = self.n_groups * self.ssm_state_size
     mixed = ACT2FN[self.activation](mixed)
     x, b, c = mixed.split([self.intermediate_size, state_width, state_width], dim=-1)
     step = F.softplus(step + dt_bias.to(step.dtype))
-    return tree_ssd(
+    return tree_ssd_with_states(
         x.unflatten(-1, (self.num_heads, self.head_dim)),
         step.clamp(self.time_step_limit[0], self.time_step_limit[1]),
         -_wide(a_log).exp(),
         b.unflatten(-1, (self.n_groups, self.ssm_state_size)),
         c.unflatten(-1, (self.n_groups, self.ssm_state_size)),
         skip,
-        tree.layout,
+        tree.recurrent_layout,
+        initial_states=initial,
+        end_nodes=tree.end_nodes,
     )
 
 

@@ -22,20 +22,28 @@ def rounded_once(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) ->
         compute: Differentiable in `inputs` alone.
         inputs: The first has the result's type.
     """
+    return first_rounded(lambda *each: (compute(*each),), *inputs)[0]
+
+
+def first_rounded(
+    compute: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As `rounded_once`, of several results; all but the first stay in float64, unrounded."""
     like = inputs[0]
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return compute(*inputs)
-    return _RoundedOnce.apply(compute, *inputs)
+    return _FirstRounded.apply(compute, *inputs)
 
 
-class _RoundedOnce(torch.autograd.Function):
+class _FirstRounded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, compute: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.compute = compute
         ctx.save_for_backward(*inputs)
-        return compute(*(each.double() for each in inputs)).float()
+        first, *others = compute(*(each.double() for each in inputs))
+        return first.float(), *others
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -45,7 +53,13 @@ class _RoundedOnce(torch.autograd.Function):
             for each, is_needed in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad():
-            output = ctx.compute(*inputs)
+            outputs = ctx.compute(*inputs)
         wanted = [each for each in inputs if each.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, grads))
+        given = [
+            (output, grad.to(output.dtype))
+            for output, grad in zip(outputs, grads, strict=True)
+            if output.requires_grad
+        ]
+        reached, wide = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(reached, wanted, wide))
         return None, *(next(found) if is_needed else None for is_needed in needed)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from trainer_service.models.precision import rounded_once
+from trainer_service.models.precision import first_rounded, rounded_once
 from tree_kernels.attention import tree_attention
-from tree_kernels.layout import TreeLayout
+from tree_kernels.layout import Layout, TreeLayout
 
 TREE_ATTENTION = "octopus_tree"
 """Name of the attention implementation in Hugging Face's registry."""
@@ -28,11 +28,75 @@ MixerForward = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTree:
-    """The tree of the strip that a forward pass computes."""
+    """The tree of the strip, or the piece of one, that a forward pass computes."""
 
-    layout: TreeLayout
+    layout: Layout
     mount_layers: frozenset[int]
     """Decoder layers whose attention reads mounted spans."""
+    boundary: Boundary | None = None
+    """Of a piece; None computes a whole tree."""
+
+    @property
+    def recurrent_layout(self) -> TreeLayout:
+        """The rows alone, for recurrences."""
+        return self.layout if isinstance(self.layout, TreeLayout) else self.layout.tree
+
+    @property
+    def end_nodes(self) -> tuple[int, ...]:
+        """Nodes of `recurrent_layout` whose end states other pieces go on from."""
+        return () if isinstance(self.layout, TreeLayout) else self.layout.end_nodes
+
+    def with_seen(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values, `[T, ...]`, behind those that the piece sees in others."""
+        if self.boundary is None:
+            return [key, value]
+        return [self.boundary.with_seen((layer, n), each) for n, each in enumerate((key, value))]
+
+    def with_context(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """Inputs of a convolution, `[T, D]`, behind those of other pieces in its windows."""
+        return rows if self.boundary is None else self.boundary.with_context(layer, rows, width)
+
+    def recur(
+        self,
+        layer: int,
+        compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """Output of a recurrence; a piece's goes on from the states that others have left.
+
+        Args:
+            layer: Of the mixer.
+            compute: `compute(*inputs, initial)` gives the output and the states to leave.
+            inputs: The first has the output's type.
+        """
+        initial = self.boundary.initial_states(layer) if self.boundary is not None else None
+        if initial is None:
+            out, states = first_rounded(lambda *each: compute(*each, None), *inputs)
+        else:
+            out, states = first_rounded(compute, *inputs, initial)
+        if self.boundary is not None:
+            self.boundary.leave_states(layer, states)
+        return out
+
+
+class Boundary(Protocol):
+    """What passes between the pieces of a strip, seen from one of them."""
+
+    def with_seen(self, slot: tuple[int, int], rows: torch.Tensor) -> torch.Tensor:
+        """`rows` behind those of other pieces that attention sees."""
+        ...
+
+    def with_context(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """`rows` behind those of other pieces in the windows of a convolution of `width`."""
+        ...
+
+    def initial_states(self, layer: int) -> torch.Tensor | None:
+        """State before each root, `[R, ...]`; None where all are zero."""
+        ...
+
+    def leave_states(self, layer: int, states: torch.Tensor) -> None:
+        """Take the states that other pieces go on from, `[S, ...]`."""
+        ...
 
 
 def use_tree(model: nn.Module, mixers: Mapping[str, MixerForward]) -> None:
@@ -51,7 +115,7 @@ def use_tree(model: nn.Module, mixers: Mapping[str, MixerForward]) -> None:
 
 
 def attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -76,7 +140,8 @@ def attention_forward(
         scale=scaling,
         mounted=module.layer_idx in tree.mount_layers,
     )
-    out = rounded_once(attend, *(rows[0].transpose(0, 1) for rows in (query, key, value)))
+    query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    out = rounded_once(attend, query, *tree.with_seen(module.layer_idx, key, value))
     return out[None], None
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tree_kernels.layout import TileBatch, TreeLayout
+from tree_kernels.layout import Layout, TileBatch
 
 
 def naive_tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: TreeLayout,
+    layout: Layout,
     *,
     scale: float,
     mounted: bool,

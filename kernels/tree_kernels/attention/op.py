@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from tree_kernels.attention.naive import naive_tree_attention
-from tree_kernels.layout import TreeLayout
+from tree_kernels.layout import Layout
 
 
 def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: TreeLayout,
+    layout: Layout,
     *,
     scale: float,
     mounted: bool,
@@ -21,9 +21,10 @@ def tree_attention(
 
     Args:
         query: Rotated queries, `[T, HQ, D]`.
-        key: Rotated keys at their own positions, `[T, H, D]`; HQ is a multiple of H.
-        value: Values, `[T, H, D]`.
-        layout: The tree; T rows.
+        key: Rotated keys at their own positions, `[S + T, H, D]`; HQ is a multiple of H. S is 0
+            for a whole tree; those of a piece begin with the S rows that it sees in other pieces.
+        value: Values, `[S + T, H, D]`.
+        layout: The tree, or a piece of one; T rows.
         scale: Factor of the scores.
         mounted: Whether this layer reads mounted spans.
 
@@ -33,10 +34,11 @@ def tree_attention(
     Raises:
         ValueError: Shapes that do not fit each other or the layout.
     """
-    rows = layout.num_tokens
-    if query.ndim != 3 or key.ndim != 3 or query.shape[0] != rows or key.shape[0] != rows:
+    rows, keys = layout.num_tokens, layout.num_keys
+    if query.ndim != 3 or key.ndim != 3 or query.shape[0] != rows or key.shape[0] != keys:
         raise ValueError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)}; allowed: [{rows}, heads, D]"
+            f"query {tuple(query.shape)} and key {tuple(key.shape)}; "
+            f"allowed: [{rows}, heads, D] and [{keys}, heads, D]"
         )
     if key.shape != value.shape:
         raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} differ")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tree_kernels.layout import TreeLayout
+from tree_kernels.layout import Layout
 
 
 def naive_tree_causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: TreeLayout
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout
 ) -> torch.Tensor:
     """See `op.tree_causal_conv`."""
     wide_type = torch.float64 if x.dtype == torch.float64 else torch.float32

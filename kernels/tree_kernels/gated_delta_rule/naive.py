@@ -42,7 +42,7 @@ def naive_tree_gated_delta_rule(
     states, new_values = _scan(chunks, initial, writes, reads, k * to_end, from_start[:, :, -1:])
     out = (q * from_start) @ states + (q @ k.mT * between) @ new_values
     slots = chunks.slots[layout.tensor(layout.cu_seqlens[1:][list(end_nodes)] - 1)]
-    ends = _states_behind(slots, decay, k, states, new_values)
+    ends = states_behind(slots, decay, k, states, new_values)
     return chunks.scatter(out.transpose(1, 2)).to(value.dtype), ends
 
 
@@ -96,7 +96,7 @@ def _scan(
     return torch.cat(states), torch.cat(new_values)
 
 
-def _states_behind(
+def states_behind(
     slots: torch.Tensor,
     decay: torch.Tensor,
     keys: torch.Tensor,

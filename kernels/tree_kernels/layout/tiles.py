@@ -63,39 +63,64 @@ def default_tile_size(num_tokens: int) -> int:
     return next((size for limit, size in _TILE_SIZES if num_tokens <= limit), 512)
 
 
-def build_tiles(layout: TreeLayout, *, mounted: bool, size: int) -> AttentionTiles:
-    """Cut the strip into tiles of `size` rows and batch tiles of similar key counts."""
-    begins = list(range(0, layout.num_tokens, size))
+def build_tiles(
+    layout: TreeLayout,
+    *,
+    mounted: bool,
+    size: int,
+    queries: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+) -> AttentionTiles:
+    """Cut the strip into tiles of `size` rows and batch tiles of similar key counts.
+
+    Args:
+        layout: The whole strip.
+        mounted: Whether mounted keys are seen.
+        size: Rows of a tile.
+        queries: Rows that are computed, ascending; None computes all. Row numbers of queries
+            count these.
+        keys: Rows whose keys are given, in this order; None gives all. Row numbers of keys count
+            these.
+    """
+    rows = np.arange(layout.num_tokens) if queries is None else queries
+    given = np.arange(layout.num_tokens) if keys is None else keys
+    key_place = np.zeros(layout.num_tokens, dtype=np.int64)
+    key_place[given] = np.arange(len(given))
     exits = np.repeat(layout.exits, np.diff(layout.cu_seqlens))
-    keys = [_tile_keys(layout, exits, begin, size, mounted=mounted) for begin in begins]
-    groups = _grouped([columns.shape[1] for columns in keys], size)
-    total = sum(len(group) * size * keys[group[0]].shape[1] for group in groups)
+    begins = list(range(0, len(rows), size))
+    columns = [
+        _tile_keys(layout, exits, rows[begin : begin + size], mounted=mounted) for begin in begins
+    ]
+    columns = [np.stack([key_place[c[0]], *np.searchsorted(rows, c[1:])]) for c in columns]
+    groups = _grouped([tile.shape[1] for tile in columns], size)
+    total = sum(len(group) * size * columns[group[0]].shape[1] for group in groups)
     batches = []
-    slots = np.zeros(layout.num_tokens, dtype=np.int64)
+    slots = np.zeros(len(rows), dtype=np.int64)
     offset = 0
     for group in groups:
-        rows = np.array([begins[tile] for tile in group])[:, None] + np.arange(size)[None]
-        real = rows < layout.num_tokens
-        slots[rows[real]] = offset + np.flatnonzero(real.ravel())
-        offset += rows.size
-        batch = _batch(layout, np.minimum(rows, layout.num_tokens - 1), [keys[t] for t in group])
+        places = np.array([begins[tile] for tile in group])[:, None] + np.arange(size)[None]
+        real = places < len(rows)
+        slots[places[real]] = offset + np.flatnonzero(real.ravel())
+        offset += places.size
+        batch = _batch(layout, np.minimum(places, len(rows) - 1), [columns[t] for t in group])
         batches.append(_with_mask(batch) if total <= _MAX_CACHED_CELLS else batch)
     return AttentionTiles(batches=tuple(batches), slots=layout.tensor(slots))
 
 
 def _tile_keys(
-    layout: TreeLayout, exits: np.ndarray, begin: int, size: int, *, mounted: bool
+    layout: TreeLayout, exits: np.ndarray, tile: np.ndarray, *, mounted: bool
 ) -> np.ndarray:
-    """Columns (key row, first query, end of queries) of a tile, `[3, S]`.
+    """Columns (key row, first query, end of queries) of the ascending rows `tile`, `[3, S]`.
 
     Keys before the tile that any of its rows sees are ancestors of its first row: a subtree that
-    ends after `begin` and began before it holds that row.
+    ends after that row and began before it holds it.
     """
-    end = min(begin + size, layout.num_tokens)
-    path = np.concatenate([layout.ancestor_rows(begin), np.arange(begin, end)])
+    path = np.concatenate([layout.ancestor_rows(int(tile[0])), np.arange(tile[0], tile[-1] + 1)])
+    path = path[tile[np.searchsorted(tile, path)] < exits[path]]
     columns = [np.stack([path, path, exits[path]])]
     for mount in layout.mounts if mounted else ():
-        if mount.query_begin < end and mount.query_end > begin:
+        first, end = np.searchsorted(tile, [mount.query_begin, mount.query_end])
+        if first < end:
             rows = np.arange(mount.key_begin, mount.key_end)
             limits = np.broadcast_to([[mount.query_begin], [mount.query_end]], (2, len(rows)))
             columns.append(np.concatenate([rows[None], limits]))

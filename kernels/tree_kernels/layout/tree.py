@@ -85,6 +85,16 @@ class TreeLayout:
         """Rows, T."""
         return int(self.cu_seqlens[-1])
 
+    @property
+    def num_keys(self) -> int:
+        """Rows of keys and values that attention takes: all."""
+        return self.num_tokens
+
+    def num_conv_rows(self, width: int) -> int:
+        """Rows that a convolution of `width` takes: all."""
+        del width
+        return self.num_tokens
+
     def to(self, device: torch.device | str) -> TreeLayout:
         """The same layout with its tables on `device`; asked again, the same object."""
         target = torch.device(device)
@@ -137,15 +147,8 @@ class TreeLayout:
         return self._cached(("conv_taps", width), lambda: self._build_conv_taps(width))
 
     def _build_conv_taps(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parents = np.append(self.row_parents(), -1)
-        taps = [np.arange(self.num_tokens, dtype=np.int64)]
-        for _ in range(width - 1):
-            taps.append(parents[taps[-1]])
-        windows = np.stack(taps[::-1], axis=1)
-        plain = np.arange(self.num_tokens)[:, None] + np.arange(1 - width, 1)[None]
-        rows = np.flatnonzero((windows != np.maximum(plain, -1)).any(axis=1))
-        windows = np.where(windows < 0, self.num_tokens, windows)
-        return self.tensor(rows), self.tensor(windows[rows])
+        rows, windows = conv_windows(self.row_parents(), width)
+        return self.tensor(rows), self.tensor(windows)
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
         """`values` as an int64 tensor on the layout's device."""
@@ -155,6 +158,20 @@ class TreeLayout:
         if key not in self._tables:
             self._tables[key] = build()
         return cast(Table, self._tables[key])
+
+
+def conv_windows(row_parents: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `TreeLayout.conv_taps` returns, of rows with these parents, -1 for none, `[T]`."""
+    total = len(row_parents)
+    parents = np.append(row_parents, -1)
+    taps = [np.arange(total, dtype=np.int64)]
+    for _ in range(width - 1):
+        taps.append(parents[taps[-1]])
+    windows = np.stack(taps[::-1], axis=1)
+    plain = np.arange(total)[:, None] + np.arange(1 - width, 1)[None]
+    rows = np.flatnonzero((windows != np.maximum(plain, -1)).any(axis=1))
+    windows = np.where(windows < 0, total, windows)
+    return rows, windows[rows]
 
 
 def _check_nodes(parents: np.ndarray, lengths: Sequence[int]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from tree_kernels.gated_delta_rule.naive import pairwise_decay
+from tree_kernels.gated_delta_rule.naive import pairwise_decay, states_behind
 from tree_kernels.layout import ChunkTable, TreeLayout
 
 
@@ -17,9 +19,11 @@ def naive_tree_ssd(
     d: torch.Tensor | None,
     layout: TreeLayout,
     *,
+    initial_states: torch.Tensor | None,
+    end_nodes: Sequence[int],
     chunk_size: int | None,
-) -> torch.Tensor:
-    """See `op.tree_ssd`; README.md names the quantities."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `op.tree_ssd_with_states`; README.md names the quantities."""
     chunks = layout.chunks(chunk_size)
     group = x.shape[1] // b.shape[1]
     wide = _wide(x)
@@ -32,12 +36,15 @@ def naive_tree_ssd(
     to_end = (decay[:, :, -1:] - decay).exp().to(wide.dtype)[..., None]
 
     written = (keys * to_end).mT @ values
-    states = _scan(chunks, written, from_start[:, :, -1:])
+    if initial_states is None:
+        initial_states = torch.zeros_like(written[: chunks.level_sizes[0]])
+    states = _scan(chunks, initial_states.to(wide.dtype), written, from_start[:, :, -1:])
     within = (queries @ keys.mT) * pairwise_decay(decay, wide.dtype)
     out = chunks.scatter(((queries * from_start) @ states + within @ values).transpose(1, 2))
     if d is not None:
         out = out + d.to(wide.dtype)[:, None] * wide
-    return out.to(x.dtype)
+    slots = chunks.slots[layout.tensor(layout.cu_seqlens[1:][list(end_nodes)] - 1)]
+    return out.to(x.dtype), states_behind(slots, decay, keys, states, values)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
@@ -49,10 +56,11 @@ def _heads_first(chunks: ChunkTable, values: torch.Tensor) -> torch.Tensor:
     return chunks.gather(values).transpose(1, 2)
 
 
-def _scan(chunks: ChunkTable, written: torch.Tensor, chunk_decay: torch.Tensor) -> torch.Tensor:
+def _scan(
+    chunks: ChunkTable, after: torch.Tensor, written: torch.Tensor, chunk_decay: torch.Tensor
+) -> torch.Tensor:
     """State before each chunk, `[NC, H, N, P]`."""
     sizes = list(chunks.level_sizes)
-    after = torch.zeros_like(written[: sizes[0]])
     states = []
     levels = zip(written.split(sizes), chunk_decay.split(sizes), strict=True)
     for level, (write, decay) in enumerate(levels):

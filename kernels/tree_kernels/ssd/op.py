@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tree_kernels.layout import TreeLayout
@@ -37,6 +39,36 @@ def tree_ssd(
     Raises:
         ValueError: Shapes that do not fit each other or the layout.
     """
+    return tree_ssd_with_states(x, dt, a, b, c, d, layout, chunk_size=chunk_size)[0]
+
+
+def tree_ssd_with_states(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    layout: TreeLayout,
+    *,
+    initial_states: torch.Tensor | None = None,
+    end_nodes: Sequence[int] = (),
+    chunk_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a piece of a larger tree: states come in at its roots and leave behind nodes.
+
+    Args:
+        x, dt, a, b, c, d, layout, chunk_size: As `tree_ssd`.
+        initial_states: State before each root in strip order, `[roots, H, N, P]`; None is zeros.
+        end_nodes: Nodes whose end states the pieces below start from, E of them.
+
+    Returns:
+        The outputs, and the states behind `end_nodes`, `[E, H, N, P]` in the state's type; all is
+        differentiable.
+
+    Raises:
+        ValueError: As `tree_ssd`; initial states that are not the layout's.
+    """
     rows = layout.num_tokens
     if x.ndim != 3 or x.shape[0] != rows or dt.shape != x.shape[:2]:
         raise ValueError(
@@ -49,4 +81,18 @@ def tree_ssd(
         )
     if a.shape != x.shape[1:2]:
         raise ValueError(f"a {tuple(a.shape)}; allowed: [{x.shape[1]}]")
-    return naive_tree_ssd(x, dt, a, b, c, d, layout, chunk_size=chunk_size)
+    wanted = (int((layout.parents < 0).sum()), x.shape[1], b.shape[2], x.shape[2])
+    if initial_states is not None and initial_states.shape != wanted:
+        raise ValueError(f"initial_states {tuple(initial_states.shape)}; allowed: {wanted}")
+    return naive_tree_ssd(
+        x,
+        dt,
+        a,
+        b,
+        c,
+        d,
+        layout,
+        initial_states=initial_states,
+        end_nodes=end_nodes,
+        chunk_size=chunk_size,
+    )
