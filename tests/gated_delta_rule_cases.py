@@ -110,9 +110,10 @@ def forward(case: ScanCase, leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor
         value,
         log_decay,
         beta,
-        leaves.get("initial_states"),
-        layout.chains(case.block_t, case.end_nodes),
-        case.block_t,
+        layout,
+        initial_states=leaves.get("initial_states"),
+        end_nodes=case.end_nodes,
+        chunk_size=case.block_t,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from tests.gated_delta_rule_cases import CASES
 from tests.tree_cases import relative_rms
 from tree_kernels.gated_delta_rule import tree_gated_delta_rule_with_states
+from tree_kernels.gated_delta_rule.function import chain_scan
 from tree_kernels.layout import TreeLayout
 
 LIMIT = 3e-6
@@ -128,4 +129,25 @@ def test_initial_states_of_another_number_of_roots_are_refused() -> None:
     with pytest.raises(ValueError, match="initial_states"):
         tree_gated_delta_rule_with_states(
             x, x, x, x[..., 0], x[..., 0], TREE, initial_states=torch.zeros(2, 2, 4, 4)
+        )
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "key_dim", "message"), [(48, 4, "chunk_size 48"), (64, 129, "dimension 129")]
+)
+def test_sizes_that_the_kernels_do_not_know_are_refused(
+    chunk_size: int, key_dim: int, message: str
+) -> None:
+    x = torch.randn(34, 2, key_dim)
+    with pytest.raises(ValueError, match=message):
+        chain_scan(
+            x,
+            x,
+            x,
+            x[..., 0],
+            x[..., 0],
+            TREE,
+            initial_states=None,
+            end_nodes=[],
+            chunk_size=chunk_size,
         )

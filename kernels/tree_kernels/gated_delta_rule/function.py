@@ -6,6 +6,7 @@ take K * V floats per chunk and head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tree_kernels.gated_delta_rule import triton as kernels
-from tree_kernels.layout import ChainTable
+from tree_kernels.layout import ChainTable, TreeLayout
 
 BLOCK_SIZES = (16, 32, 64)
 """Rows per chunk that the kernels know."""
-MAX_KEY_DIM = 256
-"""A program holds all rows of a state."""
+MAX_KEY_DIM = 128
+"""A program holds all rows of a state; 256 would take more shared memory than an H200 has."""
 
 
 def chain_scan(
@@ -27,23 +28,33 @@ def chain_scan(
     value: torch.Tensor,
     log_decay: torch.Tensor,
     beta: torch.Tensor,
+    layout: TreeLayout,
+    *,
     initial_states: torch.Tensor | None,
-    chains: ChainTable,
-    block_t: int,
+    end_nodes: Sequence[int],
+    chunk_size: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`op.tree_gated_delta_rule_with_states` over a table of chunks of at most `block_t` rows.
+    """See `op.tree_gated_delta_rule_with_states`.
 
     Raises:
         ValueError: A chunk size or key dimension that the kernels don't know.
     """
+    block_t = chunk_size or default_block_t(value.dtype)
     if block_t not in BLOCK_SIZES:
         raise ValueError(f"chunk_size {block_t}; allowed on this device: {BLOCK_SIZES}")
     if key.shape[2] > MAX_KEY_DIM:
         raise ValueError(
-            f"key dimension {key.shape[2]}; allowed on this device: 1 to {MAX_KEY_DIM}"
+            f"key dimension {key.shape[2]}; allowed on this device: 1 to {MAX_KEY_DIM}, "
+            "beyond that on the CPU or in float64"
         )
+    chains = layout.chains(block_t, end_nodes)
     with torch.cuda.device_of(value):
         return _ChainScan.apply(query, key, value, log_decay, beta, initial_states, chains, block_t)
+
+
+def default_block_t(dtype: torch.dtype) -> int:
+    """Rows per chunk: IEEE products of 64 float32 rows spill 18 kB a thread, of 32 rows 3 kB."""
+    return 32 if dtype == torch.float32 else 64
 
 
 class _ChainScan(torch.autograd.Function):

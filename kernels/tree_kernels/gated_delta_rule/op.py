@@ -75,10 +75,11 @@ def tree_gated_delta_rule_with_states(
     _check_inputs(query, key, value, log_decay, beta, layout.num_tokens)
     _check_states(initial_states, end_nodes, key, value, layout)
     if value.device.type == "cuda" and value.dtype != torch.float64:
-        return _chain_scan(
-            query, key, value, log_decay, beta, initial_states, layout, end_nodes, chunk_size or 64
-        )
-    return naive_tree_gated_delta_rule(
+        # Triton does not come with PyTorch's builds for the CPU.
+        from tree_kernels.gated_delta_rule.function import chain_scan as compute
+    else:
+        compute = naive_tree_gated_delta_rule
+    return compute(
         query,
         key,
         value,
@@ -88,32 +89,6 @@ def tree_gated_delta_rule_with_states(
         initial_states=initial_states,
         end_nodes=end_nodes,
         chunk_size=chunk_size,
-    )
-
-
-def _chain_scan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial_states: torch.Tensor | None,
-    layout: TreeLayout,
-    end_nodes: Sequence[int],
-    block_t: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # Triton does not come with PyTorch's builds for the CPU.
-    from tree_kernels.gated_delta_rule.function import chain_scan
-
-    return chain_scan(
-        query,
-        key,
-        value,
-        log_decay,
-        beta,
-        initial_states,
-        layout.chains(block_t, end_nodes),
-        block_t,
     )
 
 
