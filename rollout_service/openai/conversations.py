@@ -189,6 +189,9 @@ class Conversations:
             raise
 
     def _remember(self, conversation: Conversation, ask: Ask, reply_id: str) -> None:
+        if self._open.get(conversation.key) is not conversation:
+            # Closed between the turn's end and here: nobody would ever forget it.
+            return
         history = conversation.replies[reply_id]
         before = self._responses.get(ask.previous)
         instructions = before.instructions if before is not None else ask.instructions

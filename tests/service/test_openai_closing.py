@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,11 @@ import pytest
 
 from harness_sdk.errors import Unavailable
 from harness_sdk.record import EpisodeRecord
+from harness_sdk.types import SamplingOptions
+from rollout_service.openai.ask import Ask, Placed, Reply, SessionNames
+from rollout_service.openai.conversation import Conversation
+from rollout_service.openai.conversations import Conversations
+from rollout_service.openai.messages import ChatMessage
 from tests.service.openai_service import Endpoint, endpoint
 from tests.service.sdk_service import Records
 from tests.unit.scripted_server import until
@@ -133,3 +139,23 @@ async def being_closed(service: Endpoint) -> str:
         except TimeoutError:
             return name
     raise AssertionError("neither is being closed")
+
+
+async def test_reply_that_meets_a_closing_leaves_nothing_behind(service: Endpoint) -> None:
+    slow(service).opened.set()
+    conversations = Conversations(service.sessions, max_threads=1, idle_s=100, spare_s=100)
+    request = Ask(
+        messages=(ChatMessage(role="user", content="q"),),
+        sampling=SamplingOptions(),
+        names=SessionNames(session="s"),
+    )
+    events = conversations.take(request, "r")
+    assert isinstance(await anext(events), Placed)
+    await anext(events)
+    # The turn ends while its reply is not yet taken.
+    await asyncio.sleep(0.2)
+    await conversations.close("s", reward=None)
+    assert [type(event) async for event in events][-1] is Reply
+    del events
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Conversation]
