@@ -143,6 +143,7 @@ async def being_closed(service: Endpoint) -> str:
 
 async def test_reply_that_meets_a_closing_leaves_nothing_behind(service: Endpoint) -> None:
     slow(service).opened.set()
+    others = conversations_held()
     conversations = Conversations(service.sessions, max_threads=1, idle_s=100, spare_s=100)
     request = Ask(
         messages=(ChatMessage(role="user", content="q"),),
@@ -157,5 +158,10 @@ async def test_reply_that_meets_a_closing_leaves_nothing_behind(service: Endpoin
     await conversations.close("s", reward=None)
     assert [type(event) async for event in events][-1] is Reply
     del events
+    assert all(each in others for each in conversations_held())
+
+
+def conversations_held() -> list[Conversation]:
+    """Those that something still refers to, other tests' included."""
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is Conversation]
+    return [each for each in gc.get_objects() if type(each) is Conversation]
