@@ -21,9 +21,10 @@ from tests.random_records import RecordWriter, random_record
 from tests.tiny_models import save_tiny_model
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
-from trainer_service.pieces import PiecePlan, PieceRun
+from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
 from trainer_service.policy import Policy
 from trainer_service.strip import Strip
+from tree_kernels.layout import PieceLayout, TreeLayout
 
 FAMILIES = ("llama", "qwen3_5", "granitemoehybrid")
 
@@ -250,6 +251,22 @@ def test_boundary_keeps_what_other_pieces_read_and_no_more(
     windows = 4 * (3 * (2 * 2 * 12 + 4 * 16) * 4)
     found = sum(v.numel() * v.element_size() for v in runs[0].values.values())
     assert found == attention + states + windows
+
+
+def test_gradients_of_the_boundary_add_up_in_float32() -> None:
+    weight = torch.ones((), requires_grad=True)
+    branches = 300
+    layout = TreeLayout.build([-1] + [0] * branches, [1] * (branches + 1))
+
+    def compute(piece: PieceLayout, boundary: PieceBoundary) -> tuple[torch.Tensor]:
+        own = weight.bfloat16().expand(piece.num_tokens, 1)
+        return (boundary.with_seen((0, 0), own).sum(0),)
+
+    outputs = piecewise(PieceRun(PiecePlan(layout, 1)), compute)
+    torch.stack([each for (each,) in outputs]).sum().backward()
+    # Of the branches' ones that the root's row is owed, bfloat16 would add up 256.
+    assert weight.grad is not None
+    assert float(weight.grad) == (branches + 1) + branches
 
 
 def test_pieces_and_checkpointed_layers_are_not_combined(tmp_path: Path) -> None:

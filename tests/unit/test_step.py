@@ -105,6 +105,18 @@ def test_step_does_not_depend_on_how_strips_are_cut(
         assert torch.allclose(a, b, rtol=1e-7, atol=1e-10)
 
 
+def test_step_computes_a_long_strip_in_pieces_twice(model: Path) -> None:
+    config = _config(model, "dag_grpo", max_piece_tokens=30)
+    policy = _policy(config)
+    sizes: list[int] = []
+    embedding = next(m for _, m in policy.modules() if isinstance(m, torch.nn.Embedding))
+    embedding.register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))
+    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    metrics = train_step(policy, optimizer, _batch(), config, version=1).metrics
+    assert max(sizes) == 30
+    assert sum(sizes) == 2 * metrics["tokens/packed"]
+
+
 def test_step_reports_what_the_issue_asks_for(model: Path) -> None:
     metrics, _ = _stepped(_config(model, "dag_grpo"), _batch())
     assert metrics["reward/mean"] == pytest.approx(1 / 3)
