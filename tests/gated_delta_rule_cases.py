@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from tests.tree_cases import TreeCase, poisoned_empty, random_case, relative_rms
 from tree_kernels.gated_delta_rule.naive import naive_tree_gated_delta_rule
+from tree_kernels.gated_delta_rule.self_test import kernels_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +209,7 @@ def main() -> None:
             "unrepeated": unrepeated("cpu", torch.float32),
             "changed_nodes": changed_nodes("cpu", torch.float32),
             "branches": branch_errors("cpu", torch.float32),
+            "works": kernels_work(torch.device("cpu"), torch.float32, 1, 2, 12, 20),
         }
     json.dump(report, sys.stdout)
 

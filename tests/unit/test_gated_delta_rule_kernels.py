@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from tests.gated_delta_rule_cases import CASES
 from tests.tree_cases import relative_rms
 from tree_kernels.gated_delta_rule import tree_gated_delta_rule_with_states
 from tree_kernels.gated_delta_rule.function import chain_scan
+from tree_kernels.gated_delta_rule.naive import naive_tree_gated_delta_rule
+from tree_kernels.gated_delta_rule.self_test import kernels_work
 from tree_kernels.layout import TreeLayout
 
 LIMIT = 3e-6
@@ -56,6 +60,45 @@ def test_a_changed_branch_leaves_its_siblings_alone(report: dict[str, Any]) -> N
 def test_a_tree_equals_each_of_its_branches(report: dict[str, Any]) -> None:
     assert len(report["branches"]) == 5
     assert max(report["branches"]) <= LIMIT
+
+
+def test_the_self_test_passes_where_the_kernels_run(report: dict[str, Any]) -> None:
+    assert report["works"] is True
+
+
+@pytest.fixture
+def fresh_self_test() -> Iterator[None]:
+    kernels_work.cache_clear()
+    yield
+    kernels_work.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_self_test")
+def test_kernels_that_do_not_run_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        # This process has Triton without the interpreter, and no GPU.
+        assert not kernels_work(torch.device("cpu"), torch.float32, 1, 1, 4, 4)
+    (message,) = caplog.messages
+    assert "do not run on cpu, torch.float32, 1 heads of 4 by 4" in message
+
+
+@pytest.mark.usefixtures("fresh_self_test")
+@pytest.mark.parametrize(("factor", "wrong"), [(1 + 1e-4, "off by 1.0e-04"), (math.nan, "nan")])
+def test_kernels_that_are_wrong_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, wrong: str
+) -> None:
+    def inexact(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, ends = naive_tree_gated_delta_rule(*args, **options)
+        return out * factor, ends
+
+    monkeypatch.setattr("tree_kernels.gated_delta_rule.self_test.chain_scan", inexact)
+    assert not kernels_work(torch.device("cpu"), torch.float32, 1, 2, 8, 6)
+    assert wrong in caplog.messages[0] and "allowed: 2e-05" in caplog.messages[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "tree_kernels.gated_delta_rule.self_test.chain_scan", naive_tree_gated_delta_rule
+    )
+    assert kernels_work(torch.device("cpu"), torch.float32, 2, 2, 8, 6)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])

@@ -44,8 +44,7 @@ def chain_scan(
         raise ValueError(f"chunk_size {block_t}; allowed on this device: {BLOCK_SIZES}")
     if key.shape[2] > MAX_KEY_DIM:
         raise ValueError(
-            f"key dimension {key.shape[2]}; allowed on this device: 1 to {MAX_KEY_DIM}, "
-            "beyond that on the CPU or in float64"
+            f"key dimension {key.shape[2]}; allowed in the kernels: 1 to {MAX_KEY_DIM}"
         )
     chains = layout.chains(block_t, end_nodes)
     with torch.cuda.device_of(value):

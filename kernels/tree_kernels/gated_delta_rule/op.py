@@ -1,11 +1,13 @@
 """Checks of the gated delta rule's arguments, and the choice between PyTorch and Triton.
 
-CUDA tensors run the Triton kernels; CPU tensors run `naive.py`, and so does float64 everywhere.
+CUDA tensors run the Triton kernels where `self_test.py` finds them right; CPU tensors run
+`naive.py`, and so does float64 everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -74,12 +76,7 @@ def tree_gated_delta_rule_with_states(
     """
     _check_inputs(query, key, value, log_decay, beta, layout.num_tokens)
     _check_states(initial_states, end_nodes, key, value, layout)
-    if value.device.type == "cuda" and value.dtype != torch.float64:
-        # Triton does not come with PyTorch's builds for the CPU.
-        from tree_kernels.gated_delta_rule.function import chain_scan as compute
-    else:
-        compute = naive_tree_gated_delta_rule
-    return compute(
+    return _implementation(key, value)(
         query,
         key,
         value,
@@ -90,6 +87,18 @@ def tree_gated_delta_rule_with_states(
         end_nodes=end_nodes,
         chunk_size=chunk_size,
     )
+
+
+def _implementation(key: torch.Tensor, value: torch.Tensor) -> Callable[..., Any]:
+    if value.device.type != "cuda" or value.dtype == torch.float64:
+        return naive_tree_gated_delta_rule
+    # Triton does not come with PyTorch's builds for the CPU.
+    from tree_kernels.gated_delta_rule.function import chain_scan
+    from tree_kernels.gated_delta_rule.self_test import kernels_work
+
+    shape = (key.shape[1], value.shape[1], key.shape[2], value.shape[2])
+    works = kernels_work(value.device, value.dtype, *shape)
+    return chain_scan if works else naive_tree_gated_delta_rule
 
 
 def _check_inputs(
