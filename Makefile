@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
+# The whole loop, conformance, random use, page layouts.
+VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
 
 .PHONY: help install demo test test-vllm soak lint proto bench clean
 
@@ -30,14 +32,17 @@ install: $(STAMP) ## Install into .venv.
 demo: $(STAMP) ## Train a tiny branching agent here, end to end.
 	$(BIN)/octopus demo
 
-test: lint ## Lint, types, and all tests: unit, service, end to end, vLLM on the CPU.
+# A process of its own: what vLLM leaves in one is not what the other tests should meet.
+test: lint ## Lint, types, and tests: unit, service, end to end, then a slice of vLLM's.
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(VLLM_SLICE)
 
-test-vllm: $(TEST_STAMP) ## The vLLM engine's tests alone.
-	$(BIN)/python -m pytest -m 'vllm and not soak'
+test-vllm: $(TEST_STAMP) ## All tests of the vLLM engine.
+	$(BIN)/python -m pytest tests/vllm
 
 soak: $(TEST_STAMP) ## Long random use of every engine.
 	$(BIN)/python -m pytest -m soak -s
+	$(BIN)/python -m pytest -m soak -s tests/vllm
 
 lint: $(TEST_STAMP) ## ruff and pyright.
 	$(BIN)/ruff check .

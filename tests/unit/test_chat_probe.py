@@ -127,10 +127,12 @@ def test_a_tokenizer_that_joins_increments_is_refused() -> None:
         ChatRenderer(chat_tokenizer(), Template(source))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+# Kimi's appends to its own list, which the sandbox of transformers forbids.
+@pytest.mark.parametrize(
+    "name",
+    sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - {"kimi-k2-instruct"}),
+)
 def test_a_template_renders_as_transformers_renders_it(name: str) -> None:
-    if name == "kimi-k2-instruct":
-        pytest.skip("it appends to its own list, which the sandbox of transformers forbids")
     conversation: list[dict[str, Any]] = [
         {"role": "system", "content": "Be <b>brief</b>."},
         {"role": "user", "content": "Où?"},

@@ -92,25 +92,16 @@ class Fleet:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Behind all others, family by family, so that each engine starts once.
-
-    Tests with engines of their own come before them.
-    """
-    here = Path(__file__).parent
+    """Family by family, so that each engine starts once; tests with engines of their own first."""
     families = list(DTYPES)
 
     def order(item: pytest.Item) -> int:
-        if here not in item.path.parents:
-            return -2
         chosen = getattr(item, "callspec", None)
         family = chosen.params.get("family") if chosen is not None else None
         if "served_bf16" in getattr(item, "fixturenames", ()):
             family = "qwen3_5"
         return families.index(family) if family in families else -1
 
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker("vllm")
     items.sort(key=order)
 
 
