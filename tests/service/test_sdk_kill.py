@@ -30,10 +30,11 @@ async def main(address):
         await episode.root.generate("begin", demonstration="one")
         for child in (await episode.root.fork({"a": "go", "b": "go"})).values():
             child.spawn(child.generate())
-        turn = episode.root.stream("go on")
-        async for event in turn:
-            sys.stdout.write("x")
-            sys.stdout.flush()
+        # A random model may end a turn at any token.
+        while True:
+            async for event in episode.root.stream("go on"):
+                sys.stdout.write("x")
+                sys.stdout.flush()
 
 asyncio.run(main(sys.argv[1]))
 """
