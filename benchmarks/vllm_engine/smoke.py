@@ -1,9 +1,10 @@
 """Does the engine compute right? python -m benchmarks.vllm_engine.smoke [--only CASE...].
 
-Small models of real head sizes, random weights. Every cursor's log-probabilities are compared with
-the transformers engine in float32 on the same device, beside the difference of a cold flat run of
-the same engine (the noise floor): fork, fork of a fork, rewind, turns, mounts at page edges, mounts
-after eviction, LoRA. Prints one line a case; exits with 1 where one fails.
+Small models of real head sizes, random weights, every family; `--tensor-parallel N` over N devices.
+Every cursor's log-probabilities are compared with the transformers engine in float32 on the same
+device, beside the difference of a cold flat run of the same engine (the noise floor): fork, fork
+of a fork, rewind, turns, mounts at page edges, mounts after eviction, LoRA. Prints one line a case;
+exits with 1 where one fails.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm_engine.report import say
-from benchmarks.vllm_engine.shapes import LORA_TARGETS
+from benchmarks.vllm_engine.smoke_models import VOCAB, save_adapter, save_model
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import Generated
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.engine.vllm import VllmEngine
 
-VOCAB = 512
 LIMIT_RATIO = 1.5
 """Of a case's difference to the oracle over the flat runs'; fewer tokens, so more spread."""
 LIMIT_RMS = 0.3
@@ -40,6 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
     "hybrid_triton": {"family": "hybrid", "attention_backend": "TRITON_ATTN"},
     "dense_flash": {"family": "dense", "attention_backend": "FLASH_ATTN"},
     "dense_triton": {"family": "dense", "attention_backend": "TRITON_ATTN"},
+    "llama_flash": {"family": "llama", "attention_backend": "FLASH_ATTN"},
+    "granite_flash": {"family": "granite", "attention_backend": "FLASH_ATTN"},
+    "dense_moe_flash": {"family": "dense_moe", "attention_backend": "FLASH_ATTN"},
+    "hybrid_moe_flash": {"family": "hybrid_moe", "attention_backend": "FLASH_ATTN"},
+    "next_flash": {"family": "next", "attention_backend": "FLASH_ATTN"},
 }
 
 
@@ -48,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     failed: list[str] = []
@@ -56,7 +62,9 @@ def main() -> None:
         begin = time.perf_counter()
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                found[name] = asyncio.run(_case(name, args.device, Path(scratch)))
+                found[name] = asyncio.run(
+                    _case(name, args.device, Path(scratch), args.tensor_parallel)
+                )
             bad = [line for line in found[name] if not found[name][line]["ok"]]
             failed += [f"{name}/{line}" for line in bad]
         except Exception as error:
@@ -131,9 +139,9 @@ class _Checks:
         )  # fmt: skip
 
 
-async def _case(name: str, device: str, folder: Path) -> dict[str, dict[str, Any]]:
+async def _case(name: str, device: str, folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     case = dict(CASES[name])
-    model = _save_model(folder / "model", case.pop("family"))
+    model = save_model(folder / "model", case.pop("family"))
     arguments: dict[str, Any] = {"max_model_len": 8192}
     if device == "cuda":
         arguments |= {
@@ -151,6 +159,7 @@ async def _case(name: str, device: str, folder: Path) -> dict[str, dict[str, Any
     engine = VllmEngine(
         str(model), device=device, dtype="bfloat16", max_num_seqs=8, max_states=64, max_adapters=2,
         max_lora_rank=8, max_tokens=None if device == "cuda" else 16_384, vllm_arguments=arguments,
+        tensor_parallel_size=ranks,
     )  # fmt: skip
     await engine.start()
     say(f"{name}: engine is up, pages of {engine.info.page_tokens}")
@@ -214,7 +223,7 @@ async def _compare(checks: _Checks, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 async def _lora(checks: _Checks, folder: Path, note: Any) -> None:
-    path = _save_adapter(folder / "adapter", Path(checks.engine.info.model))
+    path = save_adapter(folder / "adapter", Path(checks.engine.info.model))
     for one in (checks.engine, checks.oracle):
         await one.load_adapter(1, str(path))
     checks.version = 1
@@ -225,58 +234,6 @@ async def _lora(checks: _Checks, folder: Path, note: Any) -> None:
     served = await checks.engine.adapter_checksums(1)
     say(f"  {len(served)} served tensors read back")
     checks.version = 0
-
-
-def _save_model(folder: Path, family: str) -> Path:
-    import torch
-    import transformers as hf
-
-    torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
-    }  # fmt: skip
-    if family == "dense":
-        model: Any = hf.Qwen3ForCausalLM(
-            hf.Qwen3Config(**common, head_dim=128, num_hidden_layers=8)
-        )
-    else:
-        config = hf.Qwen3_5TextConfig(
-            **common, head_dim=256, num_hidden_layers=8, linear_key_head_dim=128,
-            linear_value_head_dim=128, linear_num_key_heads=2, linear_num_value_heads=4,
-            tie_word_embeddings=True,
-            rope_parameters={
-                "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25
-            },
-        )  # fmt: skip
-        model = hf.Qwen3_5ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.04)
-        for layer in model.model.layers:
-            if hasattr(layer, "self_attn"):
-                # Attention that matters: a mount must show.
-                layer.self_attn.q_norm.weight.fill_(0.8)
-                layer.self_attn.k_norm.weight.fill_(0.8)
-                layer.self_attn.o_proj.weight.normal_(0, 0.2)
-                layer.self_attn.v_proj.weight.normal_(0, 0.1)
-    model.to(torch.bfloat16).save_pretrained(str(folder))
-    return folder
-
-
-def _save_adapter(folder: Path, model: Path) -> Path:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(str(model))
-    names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
-    targets = [target for target in LORA_TARGETS if target in names]
-    adapted = get_peft_model(
-        base, LoraConfig(r=8, lora_alpha=16, target_modules=targets, init_lora_weights=False)
-    )
-    adapted.save_pretrained(str(folder))
-    return folder
 
 
 if __name__ == "__main__":
