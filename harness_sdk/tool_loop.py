@@ -36,8 +36,8 @@ def current_thread() -> Thread:
 class ToolLoopOptions:
     """How a loop treats turns and tools."""
 
-    sampling: SamplingOptions | None = None
-    """None takes the episode's."""
+    sampling: SamplingOptions | Callable[[Thread], SamplingOptions] | None = None
+    """Of every turn, or of the next turn of the thread given; None takes the episode's."""
     tool_timeout_s: float | None = 60.0
     """Seconds that one tool call may take; None sets no limit."""
     raise_tool_failures: bool = False
@@ -227,10 +227,11 @@ class _ThreadLoop:
         thread, started = self.thread, time.monotonic()
         # The service renders the tools into the first prompt of the root, which all inherit.
         first = thread.parent is None and thread.num_turns == 0
+        sampling = self._loop.options.sampling
         turn = await thread.generate(
             messages,
             tools=list(self._loop.tools.values()) if first else None,
-            sampling=self._loop.options.sampling,
+            sampling=sampling(thread) if callable(sampling) else sampling,
         )
         self._num_turns += 1
         elapsed_s = time.monotonic() - started

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness_sdk import Message, Thread, ToolLoop
+from harness_sdk import Message, Thread, ToolLoop, ToolLoopOptions
 
 from .corpus import NUM_HITS, Corpus, Passage, shipped_corpus
 from .scoring import golds, normalise
@@ -120,14 +120,20 @@ class Browser:
         }
 
 
-async def browse(thread: Thread, task: Mapping[str, Any], system: str) -> None:
+async def browse(
+    thread: Thread,
+    task: Mapping[str, Any],
+    system: str,
+    browser: Browser | None = None,
+    options: ToolLoopOptions | None = None,
+) -> None:
     """Let the model answer `task` on `thread` with the two tools; report what it reached."""
-    browser = Browser(shipped_corpus())
+    browser = browser or Browser(shipped_corpus())
     messages = [
         Message(role="system", content=system),
         Message(role="user", content=task["question"]),
     ]
     try:
-        await ToolLoop([browser.search, browser.open_page]).run(thread, messages)
+        await ToolLoop([browser.search, browser.open_page], options).run(thread, messages)
     finally:
         thread.report(**browser.recall(task, thread.evidence))

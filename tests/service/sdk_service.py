@@ -41,6 +41,8 @@ class ScriptedEngine(DryEngine):
         super().__init__(info=replace(DRY_INFO, max_positions=max_positions))
         self.running_turns = 0
         self.seen: list[str] = []
+        self.samplings: list[SamplingOptions] = []
+        """Of each turn, beside `seen`."""
         self._chat = chat
         self._script = script
 
@@ -57,6 +59,7 @@ class ScriptedEngine(DryEngine):
         text = self._chat.tokenizer.decode([t for c in parent.path() for t in c.token_ids])
         mounted = [m.source.token_ids[m.begin : m.end] for m in parent.mounts]
         self.seen.append(text + "".join(self._chat.tokenizer.decode(ids) for ids in mounted))
+        self.samplings.append(sampling)
         reply = self._script(text)
         self.running_turns += 1
         try:

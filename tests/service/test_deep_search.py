@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from harness_sdk import Limits, OctopusClient, SamplingOptions
 from harness_sdk.agents import load_agent
 from harness_sdk.record import NodeKind
 from harness_sdk.runner import run_task
+from rollout_service.sessions import SessionOptions
 from tests.service.sdk_service import ScriptedEngine, calls, scripted
 
 FOLDER = Path(agent.__file__).parent
@@ -143,3 +145,50 @@ async def test_single_agent_searches_opens_and_answers_on_one_thread() -> None:
         assert "fork" not in service.engine.seen[0]
     assert len(service.records.written[0].threads) == 1
     assert episode.figures["gold_cited"] == 1.0
+
+
+async def test_a_constrained_model_is_offered_calls_that_can_succeed() -> None:
+    def script(text: str) -> str:
+        if "[branch second]" in text:
+            return calls(("done", {"answer": "6.8 inches"}))
+        if "[branch first]" in text:
+            return calls(("search", {"query": "Seattle"}))
+        if "[wait]" in text:
+            return calls(("search", {"query": "Seattle"}))
+        if "[fork]" in text:
+            return calls(("wait", {}))
+        return calls(("fork", {"branches": {"first": "Where?", "second": "How much?"}}))
+
+    loaded = load_agent(FOLDER / "constrained")
+    options = SessionOptions(allow_truncated_sampling=True)
+    async with (
+        scripted(script, options=options) as service,
+        OctopusClient.connect(service.address) as client,
+        client.episode(limits=replace(LIMITS, max_threads=2, max_turns=4)) as episode,
+    ):
+        assert await run_task(loaded, episode, _task("What is the usual average snowfall")) == 0.0
+    assert isinstance(service.engine, ScriptedEngine)
+    offered: dict[str, list[set[str]]] = {"root": [], "first": [], "second": []}
+    for text, sampling in zip(service.engine.seen, service.engine.samplings, strict=True):
+        offered[_where(text)].append(_offered(sampling))
+    alone = {"search", "open_page", "done"}
+    # Two threads are all there are; each has steps to read once it has taken a turn.
+    assert offered["root"] == [
+        {*alone, "fork"},
+        {*alone, "wait"},
+        {*alone, "read_thread"},
+        {"done"},
+    ]
+    assert [each - {"read_thread"} for each in offered["first"][:3]] == [alone] * 3
+    assert offered["first"][3] == {"done"}
+    assert len(offered["second"]) == 1
+
+
+def _where(text: str) -> str:
+    found = re.findall(r"\[branch (\w+)\]", text)
+    return found[-1] if found else "root"
+
+
+def _offered(sampling: SamplingOptions) -> set[str]:
+    assert sampling.structured is not None
+    return set(re.findall(r'\("(\w+)\\"', sampling.structured.grammar))

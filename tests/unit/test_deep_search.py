@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.deep_search import agent
 from examples.deep_search.browser import HIT_WORDS, PAGE_WORDS, Browser
+from examples.deep_search.constrained.grammar import one_call
 from examples.deep_search.corpus import (
     DATA,
     NUM_HITS,
@@ -23,6 +26,7 @@ from harness_sdk import Tool
 from harness_sdk.agents import load_agent, task_id
 from harness_sdk.cli.run_config import RunConfig
 from harness_sdk.cli.settings import load_config
+from rollout_service.chat.calls import parse_reply
 from trainer_service.config import TrainerConfig
 
 
@@ -225,6 +229,42 @@ def test_the_folders_load_as_agents() -> None:
     assert driven.run is model_driven.run
     assert alone.run is react.run
     assert alone.primitives == ("done",)
+    constrained = load_agent(folder / "constrained")
+    assert constrained.primitives == ("fork", "read_thread", "wait", "done")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("search", {"query": "birthplace of the author of Emma"}),
+        ("open_page", {"passage_id": "d04012"}),
+        ("fork", {"branches": {"first": "Who wrote Emma?", "second": "Where is é?"}}),
+        ("read_thread", {"branch": "second", "steps": [1, 3]}),
+        ("wait", {}),
+        ("done", {"answer": "Steventon", "evidence": "Jane Austen"}),
+    ],
+)
+def test_the_grammar_is_one_hermes_call(name: str, arguments: dict[str, Any]) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    every = ["search", "open_page", "fork", "read_thread", "wait", "done"]
+    others = [each for each in every if each != name]
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    reply = f"<tool_call>\n{body}\n</tool_call>"
+
+    def accepts(names: list[str], text: str) -> bool:
+        # A vocabulary of bytes.
+        vocabulary = [bytes([i]) for i in range(256)] + [b"<end>"]
+        info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[256])
+        compiled = xgrammar.GrammarCompiler(info).compile_grammar(one_call(names).grammar)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return matcher.accept_string(text) and matcher.accept_token(256)
+
+    assert accepts([name], reply) and accepts(every, reply)
+    assert not accepts(others, reply)
+    assert not accepts(every, reply + "\n" + reply)
+    assert not accepts(every, "Let me see.\n" + reply)
+    parsed = parse_reply(reply, family="hermes", step=1)
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [(name, arguments)]
 
 
 def test_the_paper_preset_is_a_configuration_of_both_services() -> None:

@@ -1,0 +1,1 @@
+"""Deep search for models too small to write tool calls unaided."""
