@@ -17,6 +17,15 @@ GROUP_OBJECTIVES = ("dag_grpo", "path_average", "token_unique")
 
 OBJECTIVE_NAMES = (*GROUP_OBJECTIVES, "sft")
 
+ADVANTAGE_NAMES = (
+    "leave_one_out",
+    "group_mean",
+    "group_zscore",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
+"""Files of `trainer_service/advantages`."""
+
 
 class Options(BaseModel):
     """Base of every section."""
@@ -84,8 +93,9 @@ class BatchOptions(Options):
     """A strip above it is computed in pieces of at most so many tokens: activations of one piece at
     a time, and the keys, values and states that others read. The gradients are the same; every
     token is computed twice, as with model.activation_checkpointing. Unset cuts no strip."""
-    advantages: Literal["leave_one_out", "group_mean"] = "leave_one_out"
-    """Baseline of a group's episodes."""
+    advantages: str = "leave_one_out"
+    """leave_one_out (RLOO), group_mean (Dr. GRPO), group_zscore (GRPO), reinforce_plus_plus (the
+    step's mean and deviation) or reinforce_plus_plus_baseline."""
 
 
 class LossOptions(Options):
@@ -95,8 +105,23 @@ class LossOptions(Options):
     """Ratios below 1 - clip_low earn no further gain."""
     clip_high: float = Field(default=0.28, gt=0)
     """Ratios above 1 + clip_high earn no further gain."""
+    constant_length: float | None = Field(default=None, gt=0)
+    """Tokens that dag_grpo divides an episode's sum by, as in Dr. GRPO; unset is the episode's own
+    number of sampled tokens."""
     importance_cap: float | None = Field(default=None, gt=0)
-    """Truncated importance sampling: weights are cut at this; unset uses none."""
+    """Importance sampling: the largest weight of what another version sampled, which then takes
+    the place of the clipped ratio; unset weighs nothing."""
+    importance: Literal["truncate", "mask"] = "truncate"
+    """Weights above the cap become the cap, or 0."""
+    importance_floor: float = Field(default=0.0, ge=0)
+    """With mask: weights below it become 0."""
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose weight a token has: its own, the product over its episode's sampled tokens, or that
+    product's geometric mean."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Penalty on KL(policy || base model), which costs a second forward, the adapter off."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Bonus on the entropy of each sampled token's distribution."""
 
 
 class OptimOptions(Options):
@@ -266,9 +291,32 @@ class TrainerConfig(Options):
                 value=batch.min_group,
                 limit=f"2..{batch.group_size}",
             )
+        if batch.advantages not in ADVANTAGE_NAMES:
+            raise ConfigError(
+                "unknown batch.advantages",
+                value=batch.advantages,
+                limit=", ".join(ADVANTAGE_NAMES),
+            )
         if batch.staleness == "correct" and self.loss.importance_cap is None:
             raise _pair(
                 "batch.staleness correct", "no loss.importance_cap", "set it, as 2.0, or drop"
+            )
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        loss = self.loss
+        if loss.constant_length is not None and self.objective != "dag_grpo":
+            raise _pair("loss.constant_length", f"objective {self.objective}", "remove it")
+        for name in ("importance", "importance_floor", "importance_level"):
+            if loss.importance_cap is None and _differs(loss, name):
+                raise _pair(f"loss.{name}", "no loss.importance_cap", "set the cap, as 2.0")
+        if loss.importance_floor and loss.importance != "mask":
+            raise _pair("loss.importance_floor", "loss.importance truncate", "use mask")
+        if loss.importance_cap is not None and loss.importance_floor >= loss.importance_cap:
+            raise ConfigError(
+                "loss.importance_floor leaves no weight",
+                value=loss.importance_floor,
+                limit=f"below loss.importance_cap, {loss.importance_cap}",
             )
 
     def _check_sft(self) -> None:

@@ -139,6 +139,14 @@ class Policy:
             found = self._piecewise_logprobs(strip, max_piece_tokens)
         return PackedLogprobs(policy_logprobs=found[0], entropy=found[1])
 
+    @torch.no_grad()
+    def reference_logprobs(
+        self, strip: Strip, *, max_piece_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Log-probability of every action under the base model, the adapter off, `[A]`."""
+        with self._require_adapter().disable_adapter():
+            return self.logprobs(strip, max_piece_tokens=max_piece_tokens).policy_logprobs
+
     def _piecewise_logprobs(self, strip: Strip, max_tokens: int) -> Sequence[torch.Tensor]:
         run = PieceRun(PiecePlan(strip.layout, max_tokens))
         actions = [

@@ -1,8 +1,8 @@
 """One optimiser step on a batch: advantages, strips, losses, gradients, and their figures.
 
-Synchronous; the loop runs it on a thread. A tree never crosses a step. Groups whose episodes all
-earned the same teach nothing: every term of a group objective is multiplied by the advantage,
-which is 0 there. They count in every mean and are not computed.
+Synchronous; the loop runs it on a thread. A tree never crosses a step. Groups whose advantages are
+all 0 teach nothing where every term of the objective is multiplied by the advantage: they count in
+every mean and are not computed.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness_sdk.errors import ConfigError
-from harness_sdk.record import NodeKind
-from trainer_service.advantages import ESTIMATORS
+from trainer_service.advantages import estimate
+from trainer_service.batch_figures import batch_figures, token_figures
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.divergence import Divergence, divergence
 from trainer_service.feed import Batch
-from trainer_service.groups import Group, Scored
+from trainer_service.groups import Scored
 from trainer_service.objectives import OBJECTIVES, ObjectiveOptions, PackedLogprobs
 from trainer_service.optim import Optimizer
 from trainer_service.policy import Policy
@@ -77,8 +77,8 @@ def train_step(
         "seconds/pack": packed - begin,
         "seconds/compute": computed - packed,
         "tokens/per_s": sum(p.strip.num_tokens for p in parts) / max(computed - packed, 1e-9),
-        **_batch_metrics(batch, config, version),
-        **_token_metrics(batch, parts),
+        **batch_figures(batch, version, compared=config.needs_groups),
+        **token_figures(batch, [part.strip for part in parts]),
         **figures.metrics(),
     }
     return StepResult(skipped=outcome.skipped, metrics=metrics)
@@ -173,7 +173,7 @@ def _parts(batch: Batch, config: TrainerConfig) -> list[_Part]:
     """
     episodes = batch.episodes
     advantages = _advantages(batch, config)
-    teaching = [not _is_uniform(group, config) for group in batch.groups for _ in group.episodes]
+    teaching = _teaching(batch, advantages, config)
     teaches = any(teaching)
     places = [place for place, own in enumerate(teaching) if own == teaches]
     sizes = [episodes[place].record.num_tokens for place in places]
@@ -185,9 +185,13 @@ def _parts(batch: Batch, config: TrainerConfig) -> list[_Part]:
     return parts
 
 
-def _is_uniform(group: Group, config: TrainerConfig) -> bool:
-    """Whether its episodes are compared and none was better than another."""
-    return config.needs_groups and len({episode.reward for episode in group.episodes}) == 1
+def _teaching(batch: Batch, advantages: torch.Tensor, config: TrainerConfig) -> list[bool]:
+    """Whether each episode's group adds to the gradient: without another term, none does whose
+    advantages are all 0."""
+    if not config.needs_groups or config.loss.kl_coef or config.loss.entropy_coef:
+        return [True] * len(batch.episodes)
+    sizes = [len(group.episodes) for group in batch.groups]
+    return [bool(own.any()) for own in advantages.split(sizes) for _ in own]
 
 
 def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
@@ -197,7 +201,7 @@ def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
         return torch.zeros(len(episodes))
     group_ids = [group.group_id for group in batch.groups for _ in group.episodes]
     outcomes = [episode.reward for episode in episodes]
-    return ESTIMATORS[config.batch.advantages](outcomes, group_ids)
+    return estimate(config.batch.advantages, outcomes, group_ids)
 
 
 def _options(batch: Batch, parts: Sequence[_Part], config: TrainerConfig) -> ObjectiveOptions:
@@ -206,6 +210,12 @@ def _options(batch: Batch, parts: Sequence[_Part], config: TrainerConfig) -> Obj
         clip_low=config.loss.clip_low,
         clip_high=config.loss.clip_high,
         max_importance=config.loss.importance_cap,
+        min_importance=config.loss.importance_floor,
+        masks_importance=config.loss.importance == "mask",
+        importance_level=config.loss.importance_level,
+        kl_coef=config.loss.kl_coef,
+        entropy_coef=config.loss.entropy_coef,
+        constant_length=config.loss.constant_length,
         num_episodes=len(batch.episodes),
         num_actions=max(sum(part.strip.action_source.shape[0] for part in parts), 1),
     )
@@ -220,8 +230,12 @@ def _accumulate(
 ) -> float:
     strip = part.strip.to(policy.device)
     objective = OBJECTIVES[config.objective]
+    max_piece_tokens = config.batch.max_piece_tokens
+    if options.kl_coef:
+        reference = policy.reference_logprobs(strip, max_piece_tokens=max_piece_tokens)
+        options = replace(options, ref_logprobs=reference)
     with torch.set_grad_enabled(part.teaches):
-        logprobs = policy.logprobs(strip, max_piece_tokens=config.batch.max_piece_tokens)
+        logprobs = policy.logprobs(strip, max_piece_tokens=max_piece_tokens)
         output = objective(logprobs, strip, part.advantages.to(policy.device), options)
     figures.add(logprobs, strip, output.metrics)
     if not part.teaches:
@@ -234,35 +248,3 @@ def _zero_gradients(optimizer: Optimizer) -> None:
     """What a backward would have left: momentum and decay go on as with any gradient."""
     for parameter in optimizer.parameters:
         parameter.grad = torch.zeros_like(parameter)
-
-
-def _batch_metrics(batch: Batch, config: TrainerConfig, version: int) -> dict[str, float]:
-    episodes = batch.episodes
-    lags = [
-        (version - node.policy_version, len(node.sampled_logprobs))
-        for episode in episodes
-        for node in episode.record.nodes
-        if node.kind != NodeKind.DEMONSTRATION and node.sampled_logprobs
-    ]
-    num_sampled = sum(count for _, count in lags)
-    return {
-        "reward/mean": sum(episode.reward for episode in episodes) / len(episodes),
-        "batch/episodes": float(len(episodes)),
-        "batch/groups": float(len(batch.groups)),
-        "batch/uniform_groups": float(sum(_is_uniform(group, config) for group in batch.groups)),
-        "policy/lag_mean": sum(lag * count for lag, count in lags) / max(num_sampled, 1),
-        "policy/lag_max": float(max((lag for lag, _ in lags), default=0)),
-    }
-
-
-def _token_metrics(batch: Batch, parts: Sequence[_Part]) -> dict[str, float]:
-    """Of what was computed; `tokens/skipped` is what was not, for it taught nothing."""
-    packed = sum(part.strip.num_tokens for part in parts)
-    flat = sum(part.strip.tokens_flat for part in parts)
-    return {
-        "tokens/packed": float(packed),
-        "tokens/flat": float(flat),
-        "tokens/packed_over_flat": packed / flat,
-        "tokens/actions": float(sum(part.strip.action_source.shape[0] for part in parts)),
-        "tokens/skipped": float(sum(e.record.num_tokens for e in batch.episodes) - packed),
-    }

@@ -11,7 +11,6 @@ import torch
 from harness_sdk.record import EpisodeRecord, NodeKind
 from tests.path_reference import leaves, path_to
 from tests.random_records import RecordWriter, random_record
-from trainer_service.advantages import group_mean, leave_one_out
 from trainer_service.dag import pack_episodes
 from trainer_service.divergence import divergence
 from trainer_service.objectives import (
@@ -229,24 +228,6 @@ def test_path_weights_of_the_wrong_number_are_refused() -> None:
     options = ObjectiveOptions(path_weights=torch.ones(1))
     with pytest.raises(ValueError, match="path_weights"):
         OBJECTIVES["path_average"](near_policy(strip, 0), strip, ADVANTAGES, options)
-
-
-def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
-    found = leave_one_out([1.0, 0.0, 0.5, 1.0, 1.0], ["a", "a", "b", "a", "c"])
-    assert found.tolist() == pytest.approx([1.0, -2.0, 0.0, 1.0, 0.0])
-    assert leave_one_out([1.0, 1.0], [0, 0]).tolist() == [0.0, 0.0]
-
-
-def test_group_mean_sums_to_zero_in_every_group() -> None:
-    found = group_mean([1.0, 0.0, 0.25, 0.75], [0, 0, 1, 1])
-    assert found.tolist() == pytest.approx([1.0, -1.0, -0.5, 0.5])
-
-
-def test_outcomes_outside_the_unit_interval_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"outcome 1\.5"):
-        leave_one_out([1.5], [0])
-    with pytest.raises(ValueError, match="2 outcomes but 1"):
-        leave_one_out([1.0, 0.0], [0])
 
 
 def test_divergence_resolves_differences_far_below_float32() -> None:

@@ -14,10 +14,11 @@ import torch
 
 from harness_sdk.errors import ConfigError, ProtocolError
 from harness_sdk.record import EpisodeRecord, record_to_bytes
+from tests.path_reference import leaves, path_to
 from tests.random_records import random_record
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
-from trainer_service.advantages import ESTIMATORS
+from trainer_service.advantages import estimate
 from trainer_service.config import GROUP_OBJECTIVES, OBJECTIVE_NAMES, LossOptions, TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.feed import Batch
@@ -157,7 +158,8 @@ class _Gradients(Optimizer):
 def _gradients(policy: Policy, config: TrainerConfig, batch: Batch) -> list[torch.Tensor]:
     """Those of every episode, computed in one strip."""
     strip = pack_episodes([episode.record for episode in batch.episodes])
-    advantages = ESTIMATORS[config.batch.advantages](
+    advantages = estimate(
+        config.batch.advantages,
         [episode.reward for episode in batch.episodes],
         [group.group_id for group in batch.groups for _ in group.episodes],
     )
@@ -237,6 +239,66 @@ def test_step_without_any_difference_looks_at_one_strip_and_steps_as_with_zeros(
     reference.step(loss=0.0)
     for a, b in zip(reference.parameters, moved, strict=True):
         assert torch.equal(a, b)
+
+
+def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(model: Path) -> None:
+    policy = _policy(_config(model, "dag_grpo"))
+    strip = pack_episodes([episode.record for episode in _batch(1).episodes])
+    base = Policy.load(model, lora=None, dtype="float64")
+    (own := policy.logprobs(strip).policy_logprobs).sum().backward()
+    gradients = [p.grad.clone() for p in policy.trainable_parameters() if p.grad is not None]
+    for cut in (None, 30):
+        found = policy.reference_logprobs(strip, max_piece_tokens=cut)
+        torch.testing.assert_close(found, base.logprobs(strip).policy_logprobs)
+        assert not found.requires_grad
+    assert not torch.allclose(found, own)
+    assert torch.equal(policy.logprobs(strip).policy_logprobs, own)
+    assert len(policy.trainable_parameters()) == len(gradients)
+    for parameter, gradient in zip(policy.trainable_parameters(), gradients, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
+
+
+def test_reference_and_entropy_are_terms_of_the_step_and_of_groups_without_a_difference(
+    model: Path,
+) -> None:
+    batch = _mixed([(1.0, 0.0, 0.0), (1.0, 1.0, 1.0)])
+    loss = LossOptions(kl_coef=0.5, entropy_coef=0.1, importance_cap=2.0)
+    config = _config(model, "dag_grpo").model_copy(update={"loss": loss})
+    policy = _policy(config)
+    strip = pack_episodes([episode.record for episode in batch.episodes])
+    logprobs = policy.logprobs(strip)
+    wanted = OBJECTIVES["dag_grpo"](
+        logprobs,
+        strip,
+        estimate("leave_one_out", [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], list("aaabbb")),
+        ObjectiveOptions(
+            clip_low=loss.clip_low, clip_high=loss.clip_high, max_importance=2.0, kl_coef=0.5,
+            entropy_coef=0.1, ref_logprobs=policy.reference_logprobs(strip),
+        ),
+    )  # fmt: skip
+    for cut in ({}, {"max_strip_tokens": 60, "max_piece_tokens": 30}):
+        config = _config(model, "dag_grpo", **cut).model_copy(update={"loss": loss})
+        metrics, _ = _stepped(config, batch)
+        assert metrics["loss/total"] == pytest.approx(float(wanted.loss.detach()), rel=1e-9)
+        assert metrics["tokens/skipped"] == 0.0
+        assert metrics["objective/reference_kl"] > 0.0
+
+
+def test_sizes_of_trees_and_sequences_are_those_of_the_records(model: Path) -> None:
+    batch = _batch()
+    metrics, _ = _stepped(_config(model, "dag_grpo"), batch)
+    records = [episode.record for episode in batch.episodes]
+    paths = [
+        sum(len(node.token_ids) for node in path_to(record, leaf))
+        for record in records
+        for leaf in leaves(record)
+    ]
+    assert metrics["tree/tokens_mean"] == pytest.approx(metrics["tokens/packed"] / len(records))
+    assert metrics["sequence/tokens_max"] == max(paths)
+    assert metrics["sequence/tokens_mean"] == pytest.approx(metrics["tokens/flat"] / len(paths))
+    assert metrics["tree/paths_mean"] == pytest.approx(len(paths) / len(records))
+    assert metrics["tree/sampled_max"] == max(record.num_sampled for record in records)
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
 
 
 def test_imitation_leaves_nothing_out(model: Path) -> None:

@@ -42,6 +42,25 @@ def test_trainer_config_takes_every_objective(objective: str) -> None:
         (("--batch.records", "x"), "records .* objective dag_grpo"),
         (("--batch.min-group", "9"), "got 9; allowed: 2..8"),
         (("--batch.staleness", "correct"), "importance_cap"),
+        (("--batch.advantages", "mean"), "got mean; allowed: leave_one_out, group_mean"),
+        (("--loss.importance", "mask"), "no loss.importance_cap"),
+        (("--loss.importance-level", "sequence"), "no loss.importance_cap"),
+        (("--loss.importance-cap", "2", "--loss.importance-floor", "0.5"), "use mask"),
+        (
+            (
+                "--loss.importance-cap",
+                "2",
+                "--loss.importance",
+                "mask",
+                "--loss.importance-floor",
+                "2",
+            ),
+            "below loss.importance_cap, 2",
+        ),
+        (
+            ("--objective", "token_unique", "--loss.constant-length", "9"),
+            "constant_length .* objective token_unique",
+        ),
         (("--optim.schedule", "cosine"), "no end"),
         (("--optim.decay-steps", "9"), "constant"),
         (

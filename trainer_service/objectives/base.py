@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -32,8 +32,22 @@ class ObjectiveOptions:
     """Denominator of the ratio, `[A]`; None takes the recorded sampling log-probabilities, or the
     current policy's own where `max_importance` corrects for the difference."""
     max_importance: float | None = None
-    """Truncation of the importance weight `exp(old_logprobs - sampled_logprobs)`; None leaves the
-    weight out."""
+    """Cap of the importance weight `exp(old_logprobs - sampled_logprobs)`; None leaves the weight
+    out."""
+    min_importance: float = 0.0
+    """Floor of the weight, with `masks_importance`."""
+    masks_importance: bool = False
+    """Weights outside floor and cap become 0; otherwise those above the cap become the cap."""
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose weight an action has: its own, its episode's, or its episode's geometric mean."""
+    kl_coef: float = 0.0
+    """Weight of KL(policy || reference) per action, by the k3 estimator; needs `ref_logprobs`."""
+    ref_logprobs: torch.Tensor | None = None
+    """The reference policy's, nats, `[A]`."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy, which is to be large."""
+    constant_length: float | None = None
+    """What `dag_grpo` divides by in place of the episode's own number of actions."""
     path_weights: torch.Tensor | None = None
     """Weight of each path, `[P]`, for `path_average`; None weighs the K paths of an episode
     1/K each."""

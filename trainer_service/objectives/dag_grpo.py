@@ -12,6 +12,16 @@ from trainer_service.strip import Strip
 def loss(
     logprobs: PackedLogprobs, strip: Strip, advantages: torch.Tensor, options: ObjectiveOptions
 ) -> ObjectiveOutput:
-    """`-1/G sum_i 1/Z_i sum_t min(r A_i, clip(r) A_i)`; the strip is the owner mask of Eq. 6."""
-    weights = 1.0 / strip.num_actions.clamp(min=1)[strip.action_episode]
+    """`-1/G sum_i 1/Z_i sum_t min(r A_i, clip(r) A_i)`; the strip is the owner mask of Eq. 6.
+
+    With `constant_length` it stands for every Z_i, as in Dr. GRPO: a token of a large tree then
+    weighs as much as one of a small tree.
+    """
+    if options.constant_length is not None:
+        lengths = strip.num_actions.new_full(
+            strip.num_actions.shape, options.constant_length, dtype=torch.float64
+        )
+    else:
+        lengths = strip.num_actions.clamp(min=1).double()
+    weights = lengths.reciprocal()[strip.action_episode]
     return weighted_surrogate(logprobs, strip, advantages, options, weights)

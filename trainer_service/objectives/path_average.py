@@ -21,7 +21,7 @@ def loss(
 
 def _weights(strip: Strip, options: ObjectiveOptions) -> torch.Tensor:
     if options.path_weights is None:
-        return strip.leaf_counts / strip.num_paths[strip.action_episode]
+        return strip.leaf_counts.double() / strip.num_paths[strip.action_episode]
     if options.path_weights.shape != strip.path_episode.shape:
         raise ValueError(
             f"path_weights {tuple(options.path_weights.shape)}; "
