@@ -1,7 +1,8 @@
 """Deep search by a model that cannot write calls unaided: a grammar makes each turn one call.
 
-What is called, and with what, is the model's own choice among the calls that can succeed. With
-`--primitives done` it is a single agent, with `--limits.max-threads 0` one whose forks are refused.
+What is called, and with what, is the model's own choice among the calls that can succeed, `done`
+after another one. With `--primitives done` it is a single agent, with `--limits.max-threads 0` one
+whose forks are refused.
 For evaluation on vLLM alone: the service needs `--limits.allow-truncated-sampling true`.
 """
 
@@ -50,7 +51,9 @@ def _possible(thread: Thread) -> list[str]:
     budget = thread.budget
     if budget is not None and (budget.reserve_reached or budget.turns_left <= 1):
         return ["done"]
-    possible = {"search": True, "open_page": True, "done": True}
+    # Else it answers at once, without having looked.
+    looked = thread.step > 0
+    possible = {"search": True, "open_page": looked, "done": looked}
     if "fork" in thread.primitives:
         children = list(thread.children.values())
         peers = list(thread.parent.children.values()) if thread.parent is not None else []
