@@ -54,7 +54,7 @@ proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 		proto/harness_sdk/rpc/v1/*.proto
 
 bench: $(TEST_STAMP) ## CPU benchmarks.
-	$(BIN)/python -m benchmarks.tree_packing
+	$(BIN)/python -m benchmarks.tree_training --device cpu --out docs/benchmarks/tree_training_cpu.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.vllm_engine --device cpu --out docs/benchmarks/vllm_engine_cpu.json
 
 clean: ## Remove the virtual environment and build outputs.

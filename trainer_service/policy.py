@@ -20,6 +20,7 @@ from trainer_service.lora import (
     LoraOptions,
     adapter_tensors,
     add_adapter,
+    multiply_in_model_type,
     save_adapter,
     tensor_checksums,
 )
@@ -99,16 +100,39 @@ class Policy:
         """
         if dtype not in _DTYPES:
             raise ConfigError("unknown dtype", value=dtype, limit=", ".join(_DTYPES))
-        model = _load_model(Path(model_path), dtype, device)
+        return cls.from_model(
+            _load_model(Path(model_path), dtype, device),
+            model_path=model_path,
+            lora=lora,
+            adapter_path=adapter_path,
+            mount_layers=mount_layers,
+            activation_checkpointing=activation_checkpointing,
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        *,
+        model_path: str | Path,
+        lora: LoraOptions | None,
+        adapter_path: str | Path | None = None,
+        mount_layers: tuple[int, ...] | None = None,
+        activation_checkpointing: bool = False,
+    ) -> Policy:
+        """As `load`, of a Hugging Face model that is there already."""
         if activation_checkpointing:
-            # Renamed in transformers 5.24; the first argument is the same.
+            # Renamed in transformers 5.24; the first argument is the same. No layer draws numbers.
             new_name = getattr(model, "activation_checkpointing_enable", None)
-            (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+            (new_name or model.gradient_checkpointing_enable)(
+                {"use_reentrant": False, "preserve_rng_state": False}
+            )
         adapter = None
         if lora is not None:
             hooks = model_hooks(model.config.get_text_config())
             targets = lora.target_modules or hooks.lora_targets
             adapter = add_adapter(model, lora, targets, adapter_path)
+            multiply_in_model_type(adapter)
         # Hugging Face checkpoints in training mode only; no layer here drops anything out.
         model.train(activation_checkpointing)
         return cls(model, model_path=model_path, mount_layers=mount_layers, adapter=adapter)

@@ -61,10 +61,17 @@ def save_shape(folder: Path, name: str) -> Path:
         folder: Made where it is missing.
         name: A key of the shapes above.
     """
+    shape_config(name).save_pretrained(str(folder))
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def shape_config(name: str) -> Any:
+    """The Hugging Face configuration of a shape."""
     import transformers as hf
 
     sizes = _SHAPES[name]
-    config = hf.Qwen3_5TextConfig(
+    return hf.Qwen3_5TextConfig(
         **sizes,
         layer_types=(["linear_attention"] * 3 + ["full_attention"])
         * (sizes["num_hidden_layers"] // 4),
@@ -72,9 +79,6 @@ def save_shape(folder: Path, name: str) -> Path:
         architectures=["Qwen3_5ForCausalLM"],
         dtype="bfloat16",
     )
-    config.save_pretrained(str(folder))
-    _tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 class Texts:

@@ -19,6 +19,7 @@ from tests.packed import exact_arithmetic, load_policy, records_for
 from tests.path_reference import load_reference
 from tests.random_records import RecordWriter
 from tests.tiny_models import FAMILIES, LORA_TARGETS, save_tiny_model
+from tests.tree_cases import relative_rms
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.models import default_mount_layers, model_hooks
@@ -244,3 +245,26 @@ def test_what_trees_cannot_compute_is_refused(model_paths: dict[str, Path]) -> N
         Policy.load(model_paths["llama"], lora=None, dtype="float8")
     with pytest.raises(ConfigError, match="LoRA targets"):
         Policy.load(model_paths["llama"], lora=LoraOptions(target_modules=("in_proj_z",)))
+
+
+def test_bfloat16_adapters_multiply_as_served_and_learn_in_float32(
+    model_paths: dict[str, Path],
+) -> None:
+    policy = Policy.load(model_paths["qwen3_5"], lora=LoraOptions(rank=2), dtype="bfloat16")
+    layer: Any = next(m for n, m in policy.modules() if n.endswith("self_attn.o_proj"))
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_()
+    x = torch.randn(1, 7, layer.in_features).bfloat16().requires_grad_()
+    out = layer(x)
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    exact_x = x.detach().float().requires_grad_()
+    merged = layer.base_layer.weight.float() + layer.scaling["default"] * up @ down
+    exact = exact_x @ merged.t()
+    weights = torch.randn(out.shape)
+    wanted = torch.autograd.grad((exact * weights).sum(), [exact_x, down, up])
+    (out.float() * weights).sum().backward()
+    assert out.dtype == torch.bfloat16 and down.grad is not None and up.grad is not None
+    assert relative_rms(out, exact) <= 1e-2
+    for found, expected in zip([x.grad, down.grad, up.grad], wanted, strict=True):
+        assert found is not None
+        assert relative_rms(found, expected) <= 1e-2

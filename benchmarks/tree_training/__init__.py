@@ -1,0 +1,1 @@
+"""How fast and how large packed trees train, beside the same paths flattened and beside stock."""

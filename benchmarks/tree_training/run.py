@@ -1,0 +1,204 @@
+"""Measures the cases in order and writes the rows after each."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.tree_training import trees
+from benchmarks.tree_training.cases import Case, Plan
+from benchmarks.tree_training.flops import model_flops
+from benchmarks.tree_training.hardware import hardware
+from benchmarks.tree_training.measure import matmul_peak, seconds, train
+from benchmarks.tree_training.memory import peak_gib
+from benchmarks.tree_training.models import RANK, random_policy
+from benchmarks.tree_training.stock import StockTrainer
+from harness_sdk.record import EpisodeRecord
+from trainer_service.strip import Strip
+
+
+class Bench:
+    """One run: its policy, what was measured, and the files that it goes to."""
+
+    def __init__(self, plan: Plan, device: str, out: Path, *, deadline: float) -> None:
+        """Make the policy on `device`; rows go to `out` until `deadline` of `time.monotonic`."""
+        self._plan, self._device, self._out, self._deadline = plan, device, out, deadline
+        # Everything on the GPU computes each layer twice, so that all rows are of one kind.
+        self._checkpointing = device == "cuda"
+        self._policy = random_policy(plan.shape, device, checkpointing=self._checkpointing)
+        self._flops = model_flops(self._policy)
+        self._peak = matmul_peak(self._policy.device)
+        self._flat_seconds: dict[str, float] = {}
+        self.rows: list[dict[str, Any]] = []
+        """One of each case, in order."""
+        self.detail: dict[str, Any] = {
+            **hardware(device),
+            "matmul_flops_per_s": self._peak,
+            "shape": plan.shape,
+            "rank": RANK,
+            "checkpointing": self._checkpointing,
+        }
+        """What stands behind the rows, by the tree's name, and the machine."""
+
+    def run(self, cases: list[Case]) -> None:
+        """Measure `cases`; starts none when the time is over."""
+        self._warm_up()
+        for case in cases:
+            if time.monotonic() > self._deadline:
+                _say(f"{case.name}: no time left")
+                continue
+            self._measure(case)
+            self._write()
+
+    def _warm_up(self) -> None:
+        """Compile what is compiled once, on a small tree with mounts."""
+        record = trees.octopus(4096 if self._device == "cuda" else 512).record(
+            self._policy.mount_layers
+        )
+        begin = time.monotonic()
+        train(self._policy, trees.packed([record], 1 << 30))
+        self.detail["warm_up_s"] = time.monotonic() - begin
+
+    def _measure(self, case: Case) -> None:
+        record = case.build(self._policy.mount_layers)
+        (strip,) = trees.packed([record], 1)
+        flat = trees.packed(trees.paths(record), self._plan.flat_strip_tokens)
+        recomputed = self._checkpointing or case.max_piece_tokens is not None
+        work = self._flops.step(strip, recomputed=recomputed)
+        flat_work = sum(self._flops.step(each, recomputed=self._checkpointing) for each in flat)
+        row = _shape_of(case, record, strip, flat)
+        row["bound_flops"] = flat_work / self._flops.step(strip, recomputed=self._checkpointing)
+        detail: dict[str, Any] = {"flops": work, "flat_flops": flat_work}
+        self.rows.append(row)
+        self.detail[case.name] = detail
+        try:
+            self._measure_tree(case, strip, row, detail)
+        except torch.cuda.OutOfMemoryError:
+            detail["error"] = "out of memory"
+            torch.cuda.empty_cache()
+            return
+        detail["flops_per_s"] = work / detail["step_s"]
+        detail["share_of_matmul_peak"] = detail["flops_per_s"] / self._peak
+        self._write()
+        if case.flat is not None:
+            self._compare(case, flat, row, detail)
+        if case.stock_paths:
+            self._compare_stock(case, record, detail)
+        _say(_line(row, detail))
+
+    def _measure_tree(
+        self, case: Case, strip: Strip, row: dict[str, Any], detail: dict[str, Any]
+    ) -> None:
+        def step() -> None:
+            train(self._policy, [strip], max_piece_tokens=case.max_piece_tokens)
+
+        device = self._policy.device
+        if device.type == "cuda":
+            with peak_gib(device) as peak:
+                detail["steps_s"] = seconds(step, device, repeats=case.repeats + case.warm)
+        else:
+            detail["steps_s"] = seconds(step, device, repeats=case.repeats + case.warm)
+            with peak_gib(device) as peak:
+                step()
+        detail["step_s"] = statistics.median(detail["steps_s"][int(case.warm) :])
+        row["tokens_per_s"] = strip.num_tokens / detail["step_s"]
+        row["peak_gib"] = peak[0]
+
+    def _compare(
+        self, case: Case, flat: list[Strip], row: dict[str, Any], detail: dict[str, Any]
+    ) -> None:
+        assert case.flat is not None
+        if case.flat not in self._flat_seconds:
+            expected = detail["step_s"] * detail["flat_flops"] / detail["flops"]
+            if not self._has_time(case, expected * (1 + case.warm)):
+                return
+
+            def step() -> None:
+                train(self._policy, flat)
+
+            measured = seconds(step, self._policy.device, repeats=1 + case.warm)
+            self._flat_seconds[case.flat] = measured[-1]
+        detail["flat_s"] = self._flat_seconds[case.flat]
+        row["speedup"] = detail["flat_s"] / detail["step_s"]
+        detail["share_of_flops_bound"] = row["speedup"] / row["bound_flops"]
+
+    def _compare_stock(self, case: Case, record: EpisodeRecord, detail: dict[str, Any]) -> None:
+        if not self._has_time(case, detail.get("flat_s", 10.0)):
+            return
+        paths = trees.paths(record)
+        chosen = paths[: case.stock_paths]
+        stock = StockTrainer(self._plan.shape, self._device, checkpointing=self._checkpointing)
+        stock.train(chosen[0])
+
+        def step() -> None:
+            for path in chosen:
+                stock.train(path)
+
+        (found,) = seconds(step, self._policy.device, repeats=1)
+        detail["stock_paths_measured"] = len(chosen)
+        detail["stock_s_per_path"] = found / len(chosen)
+        detail["speedup_over_stock"] = found / len(chosen) * len(paths) / detail["step_s"]
+
+    def _has_time(self, case: Case, expected_s: float) -> bool:
+        left = self._deadline - time.monotonic()
+        if expected_s > left:
+            _say(f"{case.name}: a comparison of {expected_s:.0f} s does not fit {left:.0f} s")
+        return expected_s <= left
+
+    def _write(self) -> None:
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        self._out.write_text(json.dumps(self.rows, indent=1) + "\n")
+        detail = self._out.with_name(f"{self._out.stem}_detail.json")
+        detail.write_text(json.dumps(self.detail, indent=1) + "\n")
+
+
+def _shape_of(case: Case, record: EpisodeRecord, strip: Strip, flat: list[Strip]) -> dict[str, Any]:
+    tokens_flat = sum(each.num_tokens for each in flat)
+    return {
+        "tree": case.name,
+        "tokens_unique": strip.num_tokens,
+        "tokens_flat": tokens_flat,
+        "nodes": len(strip.nodes),
+        "depth": _depth(strip),
+        "mounts": sum(
+            len(node.mounts) - (len(record.nodes[node.parent].mounts) if node.parent >= 0 else 0)
+            for node in record.nodes
+        ),
+        "bound_tokens": tokens_flat / strip.num_tokens,
+        "bound_flops": None,
+        "speedup": None,
+        "tokens_per_s": None,
+        "peak_gib": None,
+    }
+
+
+def _depth(strip: Strip) -> int:
+    """Nodes on the longest path."""
+    depths: list[int] = []
+    for node in strip.nodes:
+        depths.append(depths[node.parent] + 1 if node.parent >= 0 else 1)
+    return max(depths)
+
+
+def _line(row: dict[str, Any], detail: dict[str, Any]) -> str:
+    def shown(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return (
+        f"{row['tree'][:32]:32} unique {row['tokens_unique']:7} flat {row['tokens_flat']:8} "
+        f"bound {shown(row['bound_tokens'])} by flops {shown(row['bound_flops'])} "
+        f"speedup {shown(row['speedup'])} {shown(row['tokens_per_s'], 0)} tok/s "
+        f"{shown(row['peak_gib'])} GiB, {shown(detail.get('share_of_matmul_peak'))} of peak, "
+        f"over stock {shown(detail.get('speedup_over_stock'))}"
+    )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
