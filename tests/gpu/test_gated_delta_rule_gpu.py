@@ -17,7 +17,7 @@ from tests.gated_delta_rule_cases import (
     unrepeated,
 )
 from tests.tree_cases import poisoned_empty
-from tree_kernels.gated_delta_rule.function import default_block_t
+from tree_kernels.chain_scan import default_block_t
 
 pytestmark = pytest.mark.gpu
 

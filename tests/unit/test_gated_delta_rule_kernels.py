@@ -145,10 +145,17 @@ def test_the_chain_table_of_a_small_tree() -> None:
     table = TreeLayout.build([-1, 0, 0, -1], [3, 2, 1, 2]).chains(2, [3])
     assert table.chunk_begins.tolist() == [0, 2, 3, 5, 6]
     assert table.chunk_lengths.tolist() == [2, 1, 2, 1, 2]
-    assert table.chunk_slots.tolist() == [-1, 2, -1, -1, 3]
-    assert table.chain_chunks.tolist() == [0, 3, 4, 5]
+    assert table.run_begins.tolist() == [0, 3, 5, 6]
+    assert table.run_ends.tolist() == [3, 5, 6, 8]
+    assert table.run_chunks.tolist() == [0, 2, 3, 4]
+    assert table.run_slots.tolist() == [2, -1, -1, 3]
+    assert table.run_starts.tolist() == [0, 2, 2, 1]
+    assert table.chain_runs.tolist() == [0, 2, 3, 4]
     assert table.chain_slots.tolist() == [0, 2, 1]
-    assert [level.tolist() for level in table.levels] == [[0, 2], [1]]
+    (group,) = table.groups
+    assert (group.first_chunk, group.num_chunks) == (0, 5)
+    assert [level.tolist() for level in group.levels] == [[0, 2], [1]]
+    assert group.runs.tolist() == [0, 1, 2, 3]
     assert table.slot_begins.tolist() == [0, 1, 2, 3, 3]
     assert table.slot_chains.tolist() == [0, 2, 1]
     assert table.root_chains.tolist() == [0, 2]
@@ -157,7 +164,28 @@ def test_the_chain_table_of_a_small_tree() -> None:
 
 def test_depth_alone_adds_no_level() -> None:
     comb = TreeLayout.build([-1, 0, 1, 2, 3, 2, 1, 0], [1] * 8)
-    assert [len(level) for level in comb.chains(16).levels] == [1, 3]
+    (group,) = comb.chains(16).groups
+    assert [len(level) for level in group.levels] == [1, 3]
+
+
+def test_groups_bound_the_states_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0's branch of 90 rows is cut in three runs, and the strip in groups of 64 rows."""
+    monkeypatch.setattr("tree_kernels.layout.chains.RUN_ROWS", 32)
+    monkeypatch.setattr("tree_kernels.layout.chains.GROUP_ROWS", 64)
+    table = TreeLayout.build([-1, 0, 0], [10, 90, 30]).chains(16)
+    assert table.run_begins.tolist() == [0, 10, 42, 74, 100]
+    assert table.run_slots.tolist() == [1, 2, 3, -1, -1]
+    assert table.run_starts.tolist() == [0, 1, 2, 3, 1]
+    assert [group.first_chunk for group in table.groups] == [0, 3, 7]
+    assert [group.num_chunks for group in table.groups] == [3, 4, 2]
+    # The branch goes on in the second group from slot 2: another chain, which waits for none.
+    assert [[chains.tolist() for chains in group.levels] for group in table.groups] == [
+        [[0]],
+        [[1]],
+        [[2]],
+    ]
+    assert table.chain_slots.tolist() == [0, 2, 1]
+    assert table.most_chunks == 4
 
 
 @pytest.mark.parametrize("end_nodes", [[1, 1], [5], [-1]])

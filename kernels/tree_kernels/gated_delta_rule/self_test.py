@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tree_kernels.gated_delta_rule.function import chain_scan, default_block_t
+from tree_kernels.chain_scan import default_block_t
+from tree_kernels.gated_delta_rule.function import chain_scan
 from tree_kernels.gated_delta_rule.naive import naive_tree_gated_delta_rule
 from tree_kernels.layout import TreeLayout
 

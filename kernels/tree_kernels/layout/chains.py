@@ -15,30 +15,61 @@ import torch
 if TYPE_CHECKING:
     from tree_kernels.layout.tree import TreeLayout
 
+RUN_ROWS = 4096
+"""Rows after which a state is kept, so that states are computed again from there, in parallel."""
+GROUP_ROWS = 65536
+"""Rows whose states stand in memory together. Of 32 heads of 128 by 128, at a bfloat16 state per 64
+rows, states and their gradients take 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainGroup:
+    """Consecutive chunks whose states stand in memory together."""
+
+    first_chunk: int
+    num_chunks: int
+    levels: tuple[torch.Tensor, ...]
+    """The group's chains by the light edges above them, int64: a level needs slots of earlier
+    levels and groups alone."""
+    runs: torch.Tensor
+    """The group's runs, int64."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainTable:
-    """Chunks in strip order, the chains that they form, and the states kept between chains.
+    """Chunks in strip order, cut into runs and chains, and the states kept between them.
+
+    A run is what a chain computes between two kept states; a state is kept behind a node with light
+    children, behind a node whose end state is asked for, and wherever one run continues another.
 
     Example:
         Trunk of 3 rows, branches of 2 and 1, size 2: `chunk_begins=[0, 2, 3, 5]`,
-        `chunk_lengths=[2, 1, 2, 1]`, `chunk_slots=[-1, 1, -1, -1]` (slot 0 is the root's initial
-        state), `chain_chunks=[0, 3, 4]`, `chain_slots=[0, 1]`, `levels=([0], [1])`,
-        `slot_begins=[0, 1, 2]`, `slot_chains=[0, 1]`.
+        `chunk_lengths=[2, 1, 2, 1]`; runs `run_begins=[0, 3, 5]`, `run_ends=[3, 5, 6]`,
+        `run_chunks=[0, 2, 3]`, `run_slots=[1, -1, -1]`, `run_starts=[0, 1, 1]` (slot 0 is the
+        root's initial state); chains `chain_runs=[0, 2, 3]`, `chain_slots=[0, 1]` in the levels
+        `([0], [1])` of one group; `slot_begins=[0, 1, 2]`, `slot_chains=[0, 1]`.
     """
 
     chunk_begins: torch.Tensor
     """First row of each chunk, `[NC]` int64."""
     chunk_lengths: torch.Tensor
     """Rows of each chunk, `[NC]` int64."""
-    chunk_slots: torch.Tensor
-    """Where the state behind the chunk is kept, -1 where nobody needs it, `[NC]` int64."""
-    chain_chunks: torch.Tensor
-    """First chunk of each chain, then NC, `[chains + 1]` int64."""
+    run_begins: torch.Tensor
+    """First row of each run, `[runs]` int64."""
+    run_ends: torch.Tensor
+    """Row behind each run, `[runs]` int64."""
+    run_chunks: torch.Tensor
+    """First chunk of each run, `[runs]` int64."""
+    run_slots: torch.Tensor
+    """Where the state behind the run is kept, -1 where nobody needs it, `[runs]` int64."""
+    run_starts: torch.Tensor
+    """Slot of the state before the run, `[runs]` int64."""
+    run_bounds: torch.Tensor
+    """0 to the number of runs: each run as a chain of its own, `[runs + 1]` int64."""
+    chain_runs: torch.Tensor
+    """First run of each chain, then their number, `[chains + 1]` int64."""
     chain_slots: torch.Tensor
     """Slot that each chain starts from, `[chains]` int64."""
-    levels: tuple[torch.Tensor, ...]
-    """Chains by light depth, int64: a level needs slots of the levels before it alone."""
     slot_begins: torch.Tensor
     """Where each slot's chains begin in `slot_chains`, then their number, `[slots + 1]` int64."""
     slot_chains: torch.Tensor
@@ -47,6 +78,8 @@ class ChainTable:
     """Chain of each root; slots `[0, roots)` hold the roots' initial states, `[roots]` int64."""
     end_slots: torch.Tensor
     """Slot of each node whose end state is asked for, int64."""
+    groups: tuple[ChainGroup, ...]
+    """In strip order."""
 
     @property
     def num_chunks(self) -> int:
@@ -60,77 +93,125 @@ class ChainTable:
 
     @property
     def num_chains(self) -> int:
-        """Chains; each belongs to one level."""
+        """Chains; each belongs to one level of one group."""
         return len(self.chain_slots)
+
+    @property
+    def most_chunks(self) -> int:
+        """Chunks of the largest group."""
+        return max(group.num_chunks for group in self.groups)
+
+
+@dataclass(slots=True)
+class _Run:
+    begin: int
+    end: int
+    chunk: int
+    start: int
+    slot: int = -1
+    continues: bool = False
+    group: int = 0
 
 
 def build_chains(layout: TreeLayout, size: int, end_nodes: tuple[int, ...]) -> ChainTable:
-    """Cut the strip into chunks of at most `size` rows and these into chains."""
-    parents = layout.parents
-    continues = parents == np.arange(-1, len(parents) - 1)
-    first_nodes = np.flatnonzero(~continues | (parents < 0))
-    slot_of = _slots(parents, first_nodes, end_nodes)
-    begins, lengths, slots, node_chunks = _chunks(layout, size, set(first_nodes.tolist()), slot_of)
-    num_roots = int((parents < 0).sum())
-    roots = np.cumsum(parents < 0) - 1
-    starts = [
-        slot_of[int(parents[node])] if parents[node] >= 0 else int(roots[node])
-        for node in first_nodes
+    """Cut the strip into chunks of at most `size` rows and these into runs and chains."""
+    runs, slot_of, num_slots = _runs(layout, size, end_nodes)
+    _group(runs)
+    firsts = [
+        index
+        for index, run in enumerate(runs)
+        if not run.continues or run.group != runs[index - 1].group
     ]
-    order = np.argsort(starts, kind="stable")
-    counts = np.bincount(starts, minlength=num_roots + len(slot_of))
-    tensor = layout.tensor
+    starts = [runs[first].start for first in firsts]
+    begins = [begin for run in runs for begin in range(run.begin, run.end, size)]
+    lengths = [min(size, run.end - b) for run in runs for b in range(run.begin, run.end, size)]
+    num_roots = int((layout.parents < 0).sum())
+    counts = np.bincount(starts, minlength=num_slots)
+
+    def tensor(values: object) -> torch.Tensor:
+        return layout.tensor(np.array(values, dtype=np.int64))
+
     return ChainTable(
-        chunk_begins=tensor(np.array(begins)),
-        chunk_lengths=tensor(np.array(lengths)),
-        chunk_slots=tensor(np.array(slots)),
-        chain_chunks=tensor(np.array([*(node_chunks[node] for node in first_nodes), len(begins)])),
-        chain_slots=tensor(np.array(starts)),
-        levels=tuple(tensor(level) for level in _levels(parents, first_nodes)),
-        slot_begins=tensor(np.concatenate([[0], np.cumsum(counts)])),
-        slot_chains=tensor(order),
-        root_chains=tensor(np.flatnonzero(parents[first_nodes] < 0)),
-        end_slots=tensor(np.array([slot_of[node] for node in end_nodes], dtype=np.int64)),
+        chunk_begins=tensor(begins),
+        chunk_lengths=tensor(lengths),
+        run_begins=tensor([run.begin for run in runs]),
+        run_ends=tensor([run.end for run in runs]),
+        run_chunks=tensor([run.chunk for run in runs]),
+        run_slots=tensor([run.slot for run in runs]),
+        run_starts=tensor([run.start for run in runs]),
+        run_bounds=tensor(range(len(runs) + 1)),
+        chain_runs=tensor([*firsts, len(runs)]),
+        chain_slots=tensor(starts),
+        slot_begins=tensor([0, *np.cumsum(counts)]),
+        slot_chains=tensor(np.argsort(starts, kind="stable")),
+        root_chains=tensor([chain for chain, slot in enumerate(starts) if slot < num_roots]),
+        end_slots=tensor([slot_of[node] for node in end_nodes]),
+        groups=tuple(
+            ChainGroup(
+                first_chunk=runs[members[0]].chunk,
+                num_chunks=sum(-(-(runs[m].end - runs[m].begin) // size) for m in members),
+                levels=tuple(tensor(level) for level in levels),
+                runs=tensor(members),
+            )
+            for members, levels in _levels(runs, firsts)
+        ),
     )
 
 
-def _slots(
-    parents: np.ndarray, first_nodes: np.ndarray, end_nodes: tuple[int, ...]
-) -> dict[int, int]:
-    """Slot of each node whose end state is needed, behind the slots of the roots."""
-    light_parents = parents[first_nodes]
+def _runs(
+    layout: TreeLayout, size: int, end_nodes: tuple[int, ...]
+) -> tuple[list[_Run], dict[int, int], int]:
+    """Runs in strip order; the slots of nodes whose end states are kept; the number of slots."""
+    parents = layout.parents
+    fresh = (parents != np.arange(-1, len(parents) - 1)) | (parents < 0)
+    light_parents = parents[fresh]
     kept = sorted({*light_parents[light_parents >= 0].tolist(), *end_nodes})
     num_roots = int((parents < 0).sum())
-    return {node: num_roots + index for index, node in enumerate(kept)}
-
-
-def _chunks(
-    layout: TreeLayout, size: int, first_nodes: set[int], slot_of: dict[int, int]
-) -> tuple[list[int], list[int], list[int], dict[int, int]]:
-    """First row, rows and slot of each chunk; first chunk of each node that begins one."""
-    cuts = [n for n in range(layout.num_nodes) if n in first_nodes or n - 1 in slot_of]
-    begins: list[int] = []
-    lengths: list[int] = []
-    slots: list[int] = []
-    node_chunks: dict[int, int] = {}
+    slot_of = {node: num_roots + index for index, node in enumerate(kept)}
+    num_slots = num_roots + len(kept)
+    roots = np.cumsum(parents < 0) - 1
+    cuts = [n for n in range(layout.num_nodes) if fresh[n] or n - 1 in slot_of]
+    runs: list[_Run] = []
+    chunk = 0
     for node, following in zip(cuts, [*cuts[1:], layout.num_nodes], strict=True):
-        node_chunks[node] = len(begins)
         start, end = int(layout.cu_seqlens[node]), int(layout.cu_seqlens[following])
-        for begin in range(start, end, size):
-            begins.append(begin)
-            lengths.append(min(size, end - begin))
-            slots.append(-1)
-        slots[-1] = slot_of.get(following - 1, -1)
-    return begins, lengths, slots, node_chunks
+        for begin in range(start, end, RUN_ROWS):
+            continues = begin > start or not fresh[node]
+            if continues and runs[-1].slot < 0:
+                runs[-1].slot = num_slots
+                num_slots += 1
+            parent = int(parents[node])
+            given = slot_of[parent] if parent >= 0 else int(roots[node])
+            before = runs[-1].slot if continues else given
+            run_end = min(begin + RUN_ROWS, end)
+            runs.append(_Run(begin, run_end, chunk, before, continues=continues))
+            chunk += -(-(run_end - begin) // size)
+        runs[-1].slot = slot_of.get(following - 1, -1)
+    return runs, slot_of, num_slots
 
 
-def _levels(parents: np.ndarray, first_nodes: np.ndarray) -> list[np.ndarray]:
-    """Chains by the number of light edges above them."""
-    chain_of = np.zeros(len(parents), dtype=np.int64)
-    chain_of[first_nodes] = 1
-    chain_of = np.cumsum(chain_of) - 1
-    depths: list[int] = []
-    for node in first_nodes:
-        parent = int(parents[node])
-        depths.append(depths[chain_of[parent]] + 1 if parent >= 0 else 0)
-    return [np.flatnonzero(np.array(depths) == depth) for depth in range(max(depths) + 1)]
+def _group(runs: list[_Run]) -> None:
+    """Number the groups: as many runs as `GROUP_ROWS` holds, at least one."""
+    group, begin = 0, 0
+    for run in runs:
+        if run.end - begin > GROUP_ROWS and run.begin > begin:
+            group, begin = group + 1, run.begin
+        run.group = group
+
+
+def _levels(runs: list[_Run], firsts: list[int]) -> list[tuple[list[int], list[list[int]]]]:
+    """For each group its runs, and its chains by the chains of the group that they wait for."""
+    num_groups = runs[-1].group + 1
+    members: list[list[int]] = [[] for _ in range(num_groups)]
+    levels: list[list[list[int]]] = [[] for _ in range(num_groups)]
+    owner: dict[int, tuple[int, int]] = {}
+    for chain, (first, end) in enumerate(zip(firsts, [*firsts[1:], len(runs)], strict=True)):
+        group = runs[first].group
+        waits_in, depth = owner.get(runs[first].start, (-1, 0))
+        depth = depth + 1 if waits_in == group else 0
+        if depth == len(levels[group]):
+            levels[group].append([])
+        levels[group][depth].append(chain)
+        members[group].extend(range(first, end))
+        owner.update({runs[r].slot: (group, depth) for r in range(first, end) if runs[r].slot >= 0})
+    return list(zip(members, levels, strict=True))
