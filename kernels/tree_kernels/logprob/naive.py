@@ -1,76 +1,57 @@
-"""Log-probability in PyTorch: chunks of logits, computed again in backward."""
+"""Softmax statistics of a chunk of logits in PyTorch."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 
-class ActionLogprobs(torch.autograd.Function):
-    """See `op.action_logprobs`."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowGrads:
+    """Derivatives of a loss by each row's log-probability and entropy, `[n]` wide."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        scale: torch.Tensor,
-        chunk_rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, each `[A]`."""
-        logprobs, entropies = [], []
-        for rows in _slices(hidden.shape[0], chunk_rows):
-            every = _log_softmax(hidden[rows], weight, scale[rows])
-            logprobs.append(every.gather(1, targets[rows, None])[:, 0])
-            entropies.append(-(every.exp() * every).sum(1))
-        ctx.save_for_backward(hidden, weight, targets, scale)
-        ctx.chunk_rows = chunk_rows
-        empty = scale.new_zeros(0, dtype=_wide_type(hidden))
-        return torch.cat([empty, *logprobs]), torch.cat([empty, *entropies])
+    logprob: torch.Tensor
+    entropy: torch.Tensor
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of hidden and, where needed, of weight."""
-        hidden, weight, targets, scale = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = (
-            torch.zeros_like(weight, dtype=_wide_type(hidden)) if ctx.needs_input_grad[1] else None
-        )
-        for rows in _slices(hidden.shape[0], ctx.chunk_rows):
-            every = _log_softmax(hidden[rows], weight, scale[rows])
-            grad = _logit_grad(every, targets[rows], grads[0][rows], grads[1][rows])
-            grad = (grad * scale[rows, None]).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+    @classmethod
+    def of_logprob(cls, like: torch.Tensor) -> RowGrads:
+        """Those of the log-probability itself, for rows as in `like`."""
+        return cls(logprob=torch.ones_like(like), entropy=torch.zeros_like(like))
 
 
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(begin, min(begin + size, total)) for begin in range(0, total, size)]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowStatistics:
+    """What a chunk of n rows of logits gives."""
+
+    logprob: torch.Tensor
+    """Of each target, nats, `[n]` float32 (float64 for float64 logits)."""
+    entropy: torch.Tensor
+    """Nats, `[n]`."""
+    grad: torch.Tensor | None
+    """Derivative of the loss by the unscaled logits, `[n, V]` in their type; None unless asked."""
 
 
-def _wide_type(values: torch.Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
+def naive_row_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, grads: RowGrads | None
+) -> RowStatistics:
+    """Of `scale * logits`; see `op.action_logprobs`.
 
-
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    logits = (hidden @ weight.t()).to(_wide_type(hidden))
-    return (logits * scale[:, None].to(logits.dtype)).log_softmax(1)
-
-
-def _logit_grad(
-    every: torch.Tensor,
-    targets: torch.Tensor,
-    grad_logprob: torch.Tensor,
-    grad_entropy: torch.Tensor,
-) -> torch.Tensor:
-    """d log p[target] = onehot - p;  d H = -p (log p + H)."""
+    Args:
+        logits: `[n, V]`.
+        targets: `[n]` int64.
+        scale: `[n]`.
+        grads: The loss's; None asks for no gradient.
+    """
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    every = (logits.to(wide) * scale[:, None].to(wide)).log_softmax(1)
+    logprob = every.gather(1, targets[:, None])[:, 0]
     p = every.exp()
-    entropy = -(p * every).sum(1, keepdim=True)
-    grad = -p * (grad_logprob[:, None] + grad_entropy[:, None] * (every + entropy))
-    return grad.scatter_add(1, targets[:, None], grad_logprob[:, None])
+    entropy = -(p * every).sum(1)
+    if grads is None:
+        return RowStatistics(logprob=logprob, entropy=entropy, grad=None)
+    by_logprob, by_entropy = grads.logprob.to(wide)[:, None], grads.entropy.to(wide)[:, None]
+    # d log p[target] = onehot - p;  d H = -p (log p + H).
+    grad = p.mul_(-(by_logprob + by_entropy * (every + entropy[:, None])))
+    grad = grad.scatter_add_(1, targets[:, None], by_logprob) * scale[:, None].to(wide)
+    return RowStatistics(logprob=logprob, entropy=entropy, grad=grad.to(logits.dtype))

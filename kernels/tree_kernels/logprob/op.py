@@ -1,10 +1,10 @@
-"""Checks of the log-probability arguments; the computation is `naive.py`'s."""
+"""Checks of the log-probability arguments; the computation is `function.py`'s."""
 
 from __future__ import annotations
 
 import torch
 
-from tree_kernels.logprob.naive import ActionLogprobs
+from tree_kernels.logprob.function import ActionLogprobs
 
 
 def action_logprobs(
@@ -13,19 +13,21 @@ def action_logprobs(
     targets: torch.Tensor,
     scale: torch.Tensor,
     *,
-    chunk_rows: int = 4096,
+    chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of its distribution.
 
-    Logits are `scale * (hidden @ weight.T)`; only `chunk_rows` of them exist at a time, and the
-    weight's gradient is computed only where it is asked for.
+    Logits are `scale * (hidden @ weight.T)`, in the model's type, with float32 sums; at most 2 GiB
+    of them and of what has their shape exist at a time. Under a frozen weight no `[V, D]` gradient
+    does, and forward and backward are two products of `[A, D]` with the weight, four where the
+    entropy has a gradient; with a trainable weight they are four.
 
     Args:
         hidden: Final hidden state of each action's source row, `[A, D]`.
         weight: Output embedding, `[V, D]`.
         targets: Token that was chosen, `[A]` int64.
         scale: Inverse temperature (and the model's own logit factor), `[A]`.
-        chunk_rows: Rows per chunk.
+        chunk_rows: Rows per chunk; None takes what fits 2 GiB.
 
     Returns:
         Log-probabilities and entropies in nats, each `[A]` float32 (float64 for float64 inputs).
@@ -43,6 +45,6 @@ def action_logprobs(
             f"targets {tuple(targets.shape)} and scale {tuple(scale.shape)}; "
             f"allowed: [{hidden.shape[0]}]"
         )
-    if chunk_rows < 1:
+    if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows {chunk_rows}; allowed: 1 and more")
     return ActionLogprobs.apply(hidden, weight, targets, scale, chunk_rows)
