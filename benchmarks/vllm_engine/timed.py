@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollout_service.engine.vllm import worker
-from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE
+from rollout_service.engine.vllm.copies import COPIES_ATTRIBUTE
 from rollout_service.engine.vllm.scheduler import AheadCursorScheduler, plan_of
 from rollout_service.engine.vllm.seams import add_utility
 

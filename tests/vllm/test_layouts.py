@@ -25,22 +25,24 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rollout_service.engine.vllm.rows import PackedRows, StridedRows
-from tests.unit.test_vllm_rows import (
+from rollout_service.engine.vllm.rows import PackedRows
+from tests.page_cases import (
     NUM_BLOCKS,
     NUM_HEADS,
     NUM_LAYERS,
     ORDERS,
-    kernel_cuts,
+    cuts,
     new_pages,
-    some_runs,
+    some_copies,
 )
 
 DIM = 24
 
 
-def vllm_views(layout: KVCacheLayout, page_rows: int, num_kernel: int) -> list[Tensor]:
-    """Each layer's cache as vLLM allocates it, full of NaN."""
+def vllm_views(
+    layout: KVCacheLayout, page_rows: int, num_kernel: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The memory of all layers as vLLM allocates it, full of NaN, and its view of each."""
     spec = FullAttentionSpec(
         block_size=page_rows, num_kv_heads=NUM_HEADS, head_size=DIM, dtype=torch.bfloat16
     )
@@ -52,7 +54,8 @@ def vllm_views(layout: KVCacheLayout, page_rows: int, num_kernel: int) -> list[T
     )
     raw = torch.full((size // 2,), float("nan"), dtype=torch.bfloat16).view(torch.int8)
     kernel_rows = page_rows // num_kernel
-    return create_kv_cache_views(raw, spec, NUM_BLOCKS, layout, tensor, kernel_rows)
+    views = create_kv_cache_views(raw, spec, NUM_BLOCKS, layout, tensor, kernel_rows)
+    return raw.view(torch.bfloat16), views
 
 
 def test_gpu_backends_take_every_layout() -> None:
@@ -61,37 +64,23 @@ def test_gpu_backends_take_every_layout() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_keys_and_values_move_as_the_gpu_backends_see_them(order: str) -> None:
-    rng = random.Random(order)
+def test_keys_and_values_lie_where_the_copies_look_for_them(order: str) -> None:
     for page_rows in (16, 528):
-        for num_kernel in kernel_cuts(order, page_rows):
-            views = vllm_views(KVCacheLayout[order], page_rows, num_kernel)
-            pages = new_pages(order, torch.bfloat16, page_rows=page_rows, content=2 * DIM)
-            assert [view.stride() for view in views] == [
-                pages.layer(layer, num_kernel).stride() for layer in range(NUM_LAYERS)
-            ]
-            runs, kernel_rows = some_runs(rng, page_rows), page_rows // num_kernel
-            # As reshape_and_cache_flash writes: rows of [kernel blocks, rows, H, D], keys first.
-            slots = [
-                (source * page_rows + row + at, target * page_rows + to_row + at)
-                for source, row, target, to_row, count in runs
-                for at in range(count)
-            ]
-            written = {source: torch.randn(2, NUM_HEADS, DIM).bfloat16() for source, _ in slots}
-            for view in views[1:]:
-                halves = view.transpose(1, 2).split(DIM, dim=-1)
-                for slot, numbers in written.items():
-                    for half, number in zip(halves, numbers, strict=True):
-                        half[slot // kernel_rows, slot % kernel_rows] = number
-            StridedRows().copy(views[1:], page_rows, runs)
-            for view in views[1:]:
-                halves = view.transpose(1, 2).split(DIM, dim=-1)
-                for source, slot in slots:
-                    found = [half[slot // kernel_rows, slot % kernel_rows] for half in halves]
-                    assert torch.equal(torch.stack(found), written[source])
-                rows = int((~view.isnan()).sum()) // (2 * DIM * NUM_HEADS)
-                assert rows == len(written) + len(slots)
-            assert views[0].isnan().all()
+        for num_kernel in cuts(order, page_rows):
+            flat, views = vllm_views(KVCacheLayout[order], page_rows, num_kernel)
+            pages = new_pages(order, torch.bfloat16, (page_rows, 2 * DIM), num_kernel, "cpu")
+            for layer, view in enumerate(views):
+                assert view.stride() == pages.layer(layer).stride()
+                assert view.storage_offset() == pages.layer(layer).storage_offset()
+                rows = random.sample(range(NUM_BLOCKS * page_rows), 20)
+                # As reshape_and_cache_flash writes: rows of [kernel blocks, rows, H, D].
+                keys, values = view.transpose(1, 2).split(DIM, dim=-1)
+                for row in rows:
+                    written = torch.randn(NUM_HEADS, 2 * DIM).bfloat16()
+                    at = divmod(row, page_rows // num_kernel)
+                    keys[at], values[at] = written.split(DIM, dim=-1)
+                    (place,) = pages.places(layer, *divmod(row, page_rows), 1)
+                    assert torch.equal(flat[place], written)
 
 
 CPU_PACKINGS = [
@@ -105,8 +94,8 @@ CPU_PACKINGS = [
 
 @pytest.mark.parametrize(("isa", "dtype", "dim"), CPU_PACKINGS)
 def test_cpu_packings_are_learned_to_the_number(isa: str, dtype: torch.dtype, dim: int) -> None:
-    heads, page_rows, rng = 3, 64, random.Random(isa)
-    runs = some_runs(rng, page_rows)
+    heads, page_rows = 3, 64
+    runs = [run[1:] for run in some_copies(random.Random(isa), page_rows).rows if not run[0]]
     moves = [
         (source * page_rows + row + at, target * page_rows + to_row + at)
         for source, row, target, to_row, count in runs

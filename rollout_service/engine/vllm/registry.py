@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollout_service.engine.vllm.copies import Copies
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
-
-COPIES_ATTRIBUTE = "octopus_copies"
-"""Where a scheduler output carries a step's `Copies` to the workers."""
 
 
 class Block(Protocol):
@@ -77,26 +75,6 @@ class Residency:
     num_pins: int = 0
     is_doomed: bool = False
     """Released while pinned: goes with its last reader."""
-
-
-@dataclass(slots=True)
-class Copies:
-    """Work for the model runner before the next forward pass."""
-
-    blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    """(group, source block, destination block)."""
-    rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    """(group, source block, first row, destination block, first row, number)."""
-    zeroed: list[tuple[int, int]] = field(default_factory=list)
-    """(group, state block) of runs that begin without a parent but with mounts."""
-
-    def mark(self) -> tuple[int, int, int]:
-        """Where the lists end now."""
-        return len(self.blocks), len(self.rows), len(self.zeroed)
-
-    def undo(self, mark: tuple[int, int, int]) -> None:
-        """Drop what came after `mark`."""
-        del self.blocks[mark[0] :], self.rows[mark[1] :], self.zeroed[mark[2] :]
 
 
 class CursorRegistry:

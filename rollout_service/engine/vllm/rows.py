@@ -5,7 +5,7 @@ A fragment at a mount's edge is less than a page; copying pages would waste the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,70 +13,9 @@ import torch
 from torch import Tensor
 
 from harness_sdk.errors import ConfigError
-from rollout_service.engine.vllm.ahead import on_device
 
 Rows = tuple[int, int, int, int, int]
 """Source block, first row, destination block, first row, number."""
-
-
-class BlockMemory:
-    """A block's bytes in every layer, whatever they hold: a page, or a recurrent state.
-
-    Groups overlay each other and a block belongs to one of them at a time, so one copy of the
-    bytes serves all groups: a few launches instead of several for each layer. vLLM has a function
-    of its own for this; 0.32.0 copies only the first of several layers whose views begin at one
-    address, as those of a hybrid's groups do.
-    """
-
-    def __init__(self, caches: Iterable[Tensor], num_blocks: int) -> None:
-        """Find the memory behind `caches`.
-
-        Args:
-            caches: Each layer's cache or first state, `[num_blocks * k, ...]`: the backend may
-                split a block in k.
-            num_blocks: Blocks of the scheduler.
-        """
-        regions = [region for cache in caches for region in _bytes_by_block(cache, num_blocks)]
-        self._regions = list({region.data_ptr(): region for region in regions}.values())
-
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks `(source, destination)`, in place."""
-        if not copies:
-            return
-        source, destination = on_device(torch.tensor(copies), self._regions[0].device).unbind(1)
-        for region in self._regions:
-            region.index_copy_(0, destination, region.index_select(0, source))
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros."""
-        if not blocks:
-            return
-        index = on_device(torch.tensor(blocks), self._regions[0].device)
-        for region in self._regions:
-            region.index_fill_(0, index, 0)
-
-
-def _bytes_by_block(cache: Tensor, num_blocks: int) -> list[Tensor]:
-    """The memory that a block takes from the start of `cache` on, `[num_blocks, n]` int32 each."""
-    storage = cache.untyped_storage()
-    stride = cache.stride(0) * cache.element_size() * (cache.shape[0] // num_blocks)
-    begins = [int(cache.storage_offset()) * cache.element_size()]
-    if stride * num_blocks == storage.nbytes():
-        # All layers' pages of a block lie together.
-        begins = [0]
-    elif cache.dim() > 1 and cache.stride(1) >= cache.stride(0) * cache.shape[0]:
-        # Heads outside blocks: a piece of the block for each.
-        step = cache.stride(1) * cache.element_size()
-        begins = [begins[0] + head * step for head in range(cache.shape[1])]
-    return [_words(storage, begin, (num_blocks, stride), cache.device) for begin in begins]
-
-
-def _words(storage: Any, begin: int, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Bytes `[rows, n]` from `begin` on as int32."""
-    size, (rows, length) = torch.int32.itemsize, shape
-    assert length % size == 0 and begin % size == 0
-    words = torch.empty(0, dtype=torch.int32, device=device)
-    return words.set_(storage, begin // size, (rows, length // size), (length // size, 1))
 
 
 class RowCopier(Protocol):
@@ -85,22 +24,6 @@ class RowCopier(Protocol):
     def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
         """Copy `rows` in each of `caches`; a block of the scheduler holds `page_rows` rows."""
         ...
-
-
-class StridedRows:
-    """GPU layouts: the logical view is `[kernel blocks, H, rows, 2D]`, K then V, strides free.
-
-    FLASH_ATTN and TRITON_ATTN take every order of layers, blocks, heads and rows in memory, and a
-    page may be cut into several kernel blocks; the numbers of one row and head lie together.
-    """
-
-    def copy(self, caches: Sequence[Tensor], page_rows: int, rows: Sequence[Rows]) -> None:
-        """Copy `rows` on the caches' device; waits for nothing there."""
-        kernel_rows = caches[0].shape[2]
-        flat = on_device(_flat_rows(page_rows, rows), caches[0].device)
-        (source, destination), (from_row, to_row) = flat // kernel_rows, flat % kernel_rows
-        for cache in caches:
-            cache[destination, :, to_row] = cache[source, :, from_row]
 
 
 class PackedRows:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout_service.engine.vllm.copies import COPIES_ATTRIBUTE
 from rollout_service.engine.vllm.groups import is_recurrent, reads_mounts
 from rollout_service.engine.vllm.mount_free import MountFreeManager
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
-from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, CursorRegistry, Group
+from rollout_service.engine.vllm.registry import CursorRegistry, Group
 from rollout_service.engine.vllm.seams import (
     AsyncScheduler,
     KVCacheManager,

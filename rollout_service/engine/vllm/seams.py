@@ -150,7 +150,9 @@ AttentionGroup: Any = find_seam(
     build_metadata_for_cudagraph_capture="common_attn_metadata",
 )
 CpuGpuBuffer: Any = find_seam("vllm.v1.utils:CpuGpuBuffer", "copy_to_gpu", call="dtype device")
-GPUWorker: Any = find_seam("vllm.v1.worker.gpu_worker:Worker", "_make_model_runner")
+GPUWorker: Any = find_seam(
+    "vllm.v1.worker.gpu_worker:Worker", "_make_model_runner", "compile_or_warm_up_model"
+)
 all_gather: Any = find_seam("vllm.distributed:tensor_model_parallel_all_gather", call="input_ dim")
 num_ranks: Any = find_seam("vllm.distributed:get_tensor_model_parallel_world_size")
 LogitsProcessorWithLoRA: Any = find_seam(

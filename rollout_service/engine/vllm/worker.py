@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rollout_service.engine.vllm.ahead import EndedRows, on_device
+from rollout_service.engine.vllm.blocks import block_regions
+from rollout_service.engine.vllm.copies import COPIES_ATTRIBUTE
 from rollout_service.engine.vllm.groups import (
     check_groups,
     check_parallelism,
@@ -25,8 +27,7 @@ from rollout_service.engine.vllm.launch import MOUNT_LAYERS_KEY, POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
 from rollout_service.engine.vllm.mount_free import HiddenRows, MountFreeGroup, MountFreeTable
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
-from rollout_service.engine.vllm.registry import COPIES_ATTRIBUTE, Copies
-from rollout_service.engine.vllm.rows import BlockMemory, PackedRows, RowCopier, StridedRows
+from rollout_service.engine.vllm.rows import PackedRows
 from rollout_service.engine.vllm.seams import (
     GPUModelRunner,
     GPUWorker,
@@ -39,6 +40,12 @@ from rollout_service.engine.vllm.seams import (
     pool_bytes_per_block,
     require_attributes,
 )
+from rollout_service.engine.vllm.step_copier import (
+    GroupCaches,
+    LaunchedCopier,
+    PlainCopier,
+    StepCopier,
+)
 
 _PARTS = (list, tuple)
 """A recurrent layer's states; an attention layer's cache is one tensor."""
@@ -47,19 +54,17 @@ _PARTS = (list, tuple)
 class CursorRunner(GPUModelRunner):
     """What a model runner does more for requests that carry a plan."""
 
-    def start_cursors(self, copier: RowCopier, *, is_ahead: bool) -> None:
+    def start_cursors(self, *, is_ahead: bool) -> None:
         """Check what the methods below read; called once the runner was built.
 
         Args:
-            copier: Copies rows in the backend's layout.
             is_ahead: Whether steps are scheduled before the one before them has ended.
         """
         require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
         require_attributes(self, "compilation_config", "num_prompt_logprobs", "max_num_reqs")
         require_attributes(self, "input_ids", "query_start_loc", "device")
-        self._row_copier = copier
         self._ended_rows = EndedRows() if is_ahead else None
-        self._block_memory: BlockMemory | None = None
+        self._copier: StepCopier | None = None
         self._hidden_rows: HiddenRows | None = None
         self._plans: dict[str, AttachPlan | None] = {}
 
@@ -91,24 +96,31 @@ class CursorRunner(GPUModelRunner):
         result = super()._update_states(scheduler_output)
         copies = getattr(scheduler_output, COPIES_ATTRIBUTE, None)
         if copies is not None and (copies.blocks or copies.rows or copies.zeroed):
-            self._copy(copies)
+            assert self._copier is not None
+            self._copier.copy(copies)
         return result
 
-    def _copy(self, copies: Copies) -> None:
+    def start_copier(self) -> None:
+        """Find the memory of every layer; called once the caches are there to stay."""
         layers = self.compilation_config.static_forward_context
-        groups = self.kv_cache_config.kv_cache_groups
-        if self._block_memory is None:
-            caches = [layers[name].kv_cache for group in groups for name in group.layer_names]
-            first = [min(c, key=Tensor.data_ptr) if isinstance(c, _PARTS) else c for c in caches]
-            self._block_memory = BlockMemory(first, self.kv_cache_config.num_blocks)
-        self._block_memory.copy([copy[1:] for copy in copies.blocks])
-        self._block_memory.zero([block for _, block in copies.zeroed])
-        for index, group in enumerate(groups):
-            rows = [copy[1:] for copy in copies.rows if copy[0] == index]
-            if rows:
-                # Behind the blocks: a fragment's rows follow those of a copied partial page.
-                caches = [layers[name].kv_cache for name in group.layer_names]
-                self._row_copier.copy(caches, group.kv_cache_spec.block_size, rows)
+        groups = [
+            (g.kv_cache_spec, [layers[name].kv_cache for name in g.layer_names])
+            for g in self.kv_cache_config.kv_cache_groups
+        ]
+        caches = [cache for _, of_group in groups for cache in of_group]
+        first = [min(c, key=Tensor.data_ptr) if isinstance(c, _PARTS) else c for c in caches]
+        self._copier = self._make_copier(
+            block_regions(first, self.kv_cache_config.num_blocks),
+            [
+                GroupCaches(
+                    page_rows=spec.block_size, caches=[] if is_recurrent(spec) else of_group
+                )
+                for spec, of_group in groups
+            ],
+        )
+
+    def _make_copier(self, regions: list[Tensor], groups: list[GroupCaches]) -> StepCopier:
+        return LaunchedCopier(regions, groups)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Turn row indices into rotary positions, once pages have been found by row index."""
@@ -206,6 +218,12 @@ class CursorWorker:
         block_bytes = pool_bytes_per_block(self.vllm_config, groups)
         return Pool(**pool).num_blocks(page_rows) * block_bytes
 
+    def compile_or_warm_up_model(self) -> Any:
+        """The copies too, so that no step waits for them."""
+        result = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.model_runner.start_copier()
+        return result
+
     def octopus_lora_checksums(self, version: int, specs: list[Any]) -> dict[str, Any]:
         """Checksums of the serving buffers of a version, by module."""
         require_attributes(self.model_runner, "lora_manager")
@@ -227,7 +245,7 @@ class CursorGPUWorker(CursorWorker, GPUWorker):
     def _make_model_runner(self) -> Any:
         runner = super()._make_model_runner()
         adopt(runner, CursorRunner)
-        runner.start_cursors(StridedRows(), is_ahead=runner.use_async_scheduling)
+        runner.start_cursors(is_ahead=runner.use_async_scheduling)
         return runner
 
     def determine_available_memory(self) -> int:
@@ -244,6 +262,11 @@ def _cpu_worker() -> type:
 
     class CursorCPURunner(CursorRunner, runner_base):
         """`CursorRunner` over the CPU's."""
+
+        def _make_copier(self, regions: list[Tensor], groups: list[GroupCaches]) -> StepCopier:
+            layers = self.compilation_config.static_forward_context.values()
+            isa = next(layer.isa for layer in layers if hasattr(layer, "isa"))
+            return PlainCopier(regions, groups, PackedRows(isa))
 
         def sample_tokens(self, grammar_output: Any) -> Any:
             """Leave the seeds of unfinished prefills out.
@@ -271,7 +294,7 @@ def _cpu_worker() -> type:
             # In the core's own process the configuration is the core's too.
             scheduling.async_scheduling = is_ahead
             adopt(self.model_runner, CursorCPURunner)
-            self.model_runner.start_cursors(LayerRows(self.model_runner), is_ahead=is_ahead)
+            self.model_runner.start_cursors(is_ahead=is_ahead)
 
         def determine_available_memory(self) -> int:
             """The pool that was asked for: vLLM-CPU's own figure is a share of all memory."""
@@ -279,22 +302,6 @@ def _cpu_worker() -> type:
             return self.octopus_pool_bytes() or available
 
     return CursorCPUWorker
-
-
-class LayerRows:
-    """`PackedRows` for the packing that the model's attention layers chose."""
-
-    def __init__(self, runner: Any) -> None:
-        """Ask `runner`'s layers at the first copy: they are built after the runner."""
-        self._runner = runner
-        self._rows: PackedRows | None = None
-
-    def copy(self, caches: Any, page_rows: int, rows: Any) -> None:
-        """Copy `rows`; see `RowCopier.copy`."""
-        if self._rows is None:
-            layers = self._runner.compilation_config.static_forward_context.values()
-            self._rows = PackedRows(next(layer.isa for layer in layers if hasattr(layer, "isa")))
-        self._rows.copy(caches, page_rows, rows)
 
 
 def __getattr__(name: str) -> Any:
