@@ -82,6 +82,27 @@ def _kimi_k2(name: str, arguments: Arguments) -> str:
     )
 
 
+def _pythonic(name: str, arguments: Arguments) -> str:
+    values = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"\n[{name}({values})]\n"
+
+
+def _dsml(name: str, arguments: Arguments, section: str = "function_calls") -> str:
+    values = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(isinstance(v, str)).lower()}">'
+        f"{v if isinstance(v, str) else _json(v)}</｜DSML｜parameter>\n"
+        for key, v in arguments.items()
+    )
+    return (
+        f'<｜DSML｜{section}>\n<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
+        f"</｜DSML｜{section}>"
+    )
+
+
+def _dsml_4(name: str, arguments: Arguments) -> str:
+    return _dsml(name, arguments, "tool_calls")
+
+
 WRITERS: dict[str, tuple[str, Callable[[str, Arguments], str]]] = {
     "hermes": ("hermes", _hermes),
     "qwen_xml": ("qwen_xml", _qwen_xml),
@@ -95,10 +116,14 @@ WRITERS: dict[str, tuple[str, Callable[[str, Arguments], str]]] = {
     "granite": ("granite", _granite),
     "granite 4": ("granite", _hermes),
     "kimi_k2": ("kimi_k2", _kimi_k2),
+    "pythonic": ("pythonic", _pythonic),
+    "dsml": ("dsml", _dsml),
+    "dsml, of V4": ("dsml", _dsml_4),
 }
 """Form to its family, and a call written in it."""
 
 _SEP = "<｜tool▁call▁begin｜>"
+_INVOKE = '<｜DSML｜invoke name="look">'
 
 BROKEN: list[tuple[str, str, str]] = [
     ("hermes", '<tool_call>{"name": "look"', "cut off inside its JSON"),
@@ -199,6 +224,37 @@ BROKEN: list[tuple[str, str, str]] = [
         "kimi_k2",
         "<|tool_call_begin|>look:0<|tool_call_argument_begin|>{]<|tool_call_end|>",
         "']' at character 1",
+    ),
+    ("pythonic", '[look(q="a"', "cut off before its )"),
+    ("pythonic", "[look(q='a", "cut off before its )"),
+    ("pythonic", '[look("a")]', "no KEY= at character 0"),
+    ("pythonic", "[look(q=a)]", "no value at character 2"),
+    ("pythonic", "[look(q=-)]", "no value at character 2"),
+    ("pythonic", "[look(q=[1 2])]", "a comma is missing at character 5"),
+    ("pythonic", "[look(q=1 i=2)]", "a comma is missing at character 4"),
+    ("pythonic", "[look(q=1, q=2)]", "q is given twice"),
+    ("pythonic", "[look(q={1: 2})]", "key is no text"),
+    ("pythonic", "[look(q={'a' 2})]", "a colon is missing"),
+    ("pythonic", "[look(q=[1)]", "')' at character 4"),
+    ("pythonic", "[look(q=f'a')]", "no value"),
+    ("pythonic", "[look(q='a\\ud800')]", "surrogate"),
+    ("pythonic", "[look(q=1e999)]", "too large"),
+    ("pythonic", f"[look(q={'9' * 5_000})]", "too long: 5000 digits"),
+    ("pythonic", f"[look(q={'[' * 100_000}", "nested too deeply"),
+    ("pythonic", "[look(q=look(1))]", "no value"),
+    ("pythonic", "[look(q=<b>)]", "'<' at character 2"),
+    ("dsml", "<｜DSML｜invoke>", 'no name="NAME"'),
+    ("dsml", "<｜DSML｜invoke name=look>", 'no name="NAME"'),
+    ("dsml", '<｜DSML｜invoke name="a b">', "no tool's name"),
+    ("dsml", "<｜DSML｜invoke", "cut off before >"),
+    ("dsml", _INVOKE, "cut off before </｜DSML｜invoke>"),
+    ("dsml", f"{_INVOKE}q=1</｜DSML｜invoke>", "text stands where"),
+    ("dsml", f"{_INVOKE}<｜DSML｜parameter>a</｜DSML｜invoke>", 'no name="KEY"'),
+    ("dsml", f'{_INVOKE}<｜DSML｜parameter name="q">a', "cut off before </｜DSML｜parameter>"),
+    (
+        "dsml",
+        f'{_INVOKE}<｜DSML｜parameter name="q" string="true">a</｜DSML｜invoke>',
+        "q is not closed",
     ),
 ]
 """Family, a reply with one bad call, and a part of its fault."""

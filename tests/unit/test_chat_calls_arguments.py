@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_service.chat.calls import parse_reply
 from rollout_service.chat.calls.arguments import typed
+from rollout_service.chat.calls.python_text import keyword_arguments
 from tests.call_cases import WRITERS
 
 
@@ -106,3 +109,39 @@ def test_value_nested_too_deeply_stays_text(levels: int) -> None:
     written = f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>"
     reply = parse_reply(f"<tool_call>\n{written}\n</tool_call>", family="qwen_xml", step=0)
     assert [(call.arguments, call.error) for call in reply.tool_calls] == [({"a": text}, "")]
+
+
+_PYTHON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=20).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text)),
+        st.text(alphabet="ab\\\"'\n\tx0u[](){},:=", max_size=12),
+    ),
+    lambda of: (
+        st.lists(of, max_size=3)
+        | st.tuples(of, of)
+        | st.dictionaries(st.text(alphabet="ab'é\\", max_size=3), of, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(value=_PYTHON, write=st.sampled_from([repr, ascii, lambda value: f" {value!r}\n"]))
+def test_python_literals_are_what_python_takes_them_for(
+    value: Any, write: Callable[[object], str]
+) -> None:
+    written = write(value)
+    assert keyword_arguments(f"q={written}, n = 1") == {
+        "q": _as_json(ast.literal_eval(written.strip())),
+        "n": 1,
+    }
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_json(each) for key, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value

@@ -232,6 +232,73 @@ def test_built_in_calls_of_llama_are_read() -> None:
     assert told((call,)) == [("web", {"query": "a, b=", "n": "3"}, "")]
 
 
+def test_brackets_in_the_text_of_pythonic_calls_are_none() -> None:
+    for raw in (
+        "[1, 2]",
+        "[main()](docs/main.md)",
+        "[see(the notes)]",
+        "as [look(q=1)]",
+        "[x(y) for y in z]",
+        "[loo",
+        "[wait(",
+    ):
+        parsed = parse("pythonic", raw)
+        assert (parsed.text, parsed.tool_calls) == (raw, ())
+    for raw in ("[wait()]", "[wait()]\n", "[ wait ( ) , look(q='a')]"):
+        assert parse("pythonic", raw).tool_calls[0].name == "wait"
+
+
+def test_pythonic_calls_stand_between_tags_too() -> None:
+    parsed = parse("pythonic", "I look.<|python_start|>[look(q='a'), wait()]<|python_end|>")
+    assert told(parsed.tool_calls) == [("look", {"q": "a"}, ""), ("wait", {}, "")]
+    assert parsed.text == "I look."
+    official = '<|python_start|>{"name": "look", "parameters": {"q": "a"}}<|python_end|>'
+    assert told(parse("llama_json", official).tool_calls) == [("look", {"q": "a"}, "")]
+
+
+def test_quoted_values_of_pythonic_calls_have_the_types_of_the_schema() -> None:
+    (call,) = parse("pythonic", '[look(q="3", n="3", i="4.0", yes="true", other="3")]').tool_calls
+    assert call.arguments == {"q": "3", "n": 3, "i": 4, "yes": True, "other": "3"}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("true", True),
+        ("null", None),
+        ("(1, 2)", [1, 2]),
+        ("(1)", 1),
+        ("(1,)", [1]),
+        ("()", []),
+        ("[1, 2,]", [1, 2]),
+        ("+1_000", 1000),
+        (".5e3", 500.0),
+        ("007", 7),
+        ("'two\nlines'", "two\nlines"),
+        (
+            r"'a\d\w \x41\u00e9\101\
+b'",
+            "a\\d\\w A\u00e9Ab",
+        ),
+        (r"'\ud83e\udd91'", "🦑"),
+        ('"""say "so" or \'so\' """', "say \"so\" or 'so' "),
+        ("''", ""),
+    ],
+)
+def test_values_of_pythonic_calls(written: str, value: object) -> None:
+    (call,) = parse("pythonic", f"[look(q={written})]").tool_calls
+    assert (call.arguments, call.error) == ({"q": value}, "")
+
+
+def test_dsml_values_are_what_their_attribute_says() -> None:
+    parameters = "".join(
+        f'<｜DSML｜parameter name="{name}"{kind}>3</｜DSML｜parameter>'
+        for name, kind in (("q", ' string="false"'), ("n", ' string="true"'), ("i", ""), ("a", ""))
+    )
+    (call,) = parse("dsml", f'<｜DSML｜invoke name="look">{parameters}</｜DSML｜invoke>').tool_calls
+    assert call.arguments == {"q": 3, "n": "3", "i": 3, "a": 3}
+
+
 def test_qwen_calls_without_the_outer_tag_are_read() -> None:
     raw = "Hm <function=look>\n<parameter=q>\n3\n</parameter>\n</function></tool_call> so"
     parsed = parse("qwen_xml", raw)
@@ -242,7 +309,8 @@ def test_qwen_calls_without_the_outer_tag_are_read() -> None:
 def test_closing_tags_inside_untyped_values_do_not_end_them() -> None:
     xml = "see </parameter> and </function> and </tool_call>"
     pairs = "see </arg_value> and </tool_call>"
-    for form, value in (("qwen_xml", xml), ("glm", pairs)):
+    tags = "see </｜DSML｜parameter> and </｜DSML｜invoke>"
+    for form, value in (("qwen_xml", xml), ("glm", pairs), ("dsml", tags)):
         family, write = WRITERS[form]
         assert parse(family, write("look", {"q": value})).tool_calls[0].arguments == {"q": value}
 

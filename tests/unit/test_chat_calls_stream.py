@@ -62,6 +62,20 @@ _MARKERS = {
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
         *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.look:0"),
     ],
+    "pythonic": [
+        *("<|python_start|>", "<|python_end|>", "[look(", "(", ")", "q=", "'", '"""', "True", "-"),
+        *("\n[", "look", "\\'", "{'a': "),
+    ],
+    "dsml": [
+        *(
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            "<｜DSML｜invoke",
+            ' name="look">',
+        ),
+        *("</｜DSML｜invoke>", "<｜DSML｜parameter", ' name="q" string="true">', ">"),
+        *("</｜DSML｜parameter>", '<｜DSML｜invoke name="look">', "</｜DSML｜tool_calls>"),
+    ],
 }
 
 
@@ -193,6 +207,18 @@ def test_reasoning_without_a_beginning_takes_back_what_was_given_out() -> None:
         ("deepseek", "", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"),
         ("harmony", "", "<|start|>assistant to=functions.look<|message|>"),
         ("kimi_k2", "", "<|tool_call_begin|>look:0"),
+        ("pythonic", "", "[look("),
+        ("pythonic", "", "\n[a"),
+        ("pythonic", "[look(q='", "\\'"),
+        ("pythonic", '[look(q="""', '""\\'),
+        ("pythonic", "[look(q=[", "1, "),
+        ("pythonic", "[", "look(q=1), "),
+        (
+            "dsml",
+            '<｜DSML｜invoke name="look"><｜DSML｜parameter name="q">',
+            "</｜DSML｜parameter>x",
+        ),
+        ("dsml", "", '<｜DSML｜invoke name="look">'),
     ],
 )
 def test_time_grows_no_faster_than_the_reply(family: str, opening: str, repeated: str) -> None:

@@ -101,6 +101,9 @@ def test_templates_teach_their_family() -> None:
     # Llama 3.2's has no tag.
     asked = 'Respond in the format {"name": function name, "parameters": dictionary of arguments}.'
     assert family_of(asked) == "llama_json"
+    # Llama 4's and 3.2's of vLLM.
+    assert family_of("[func_name1(param1=value1, param2=value2), func_name2(...)]") == "pythonic"
+    assert family_of('<｜DSML｜invoke name="$FUNCTION_NAME">') == "dsml"
     assert family_of("") == "hermes"
 
 

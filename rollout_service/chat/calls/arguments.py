@@ -29,7 +29,7 @@ def typed(text: str, schema: object) -> Any:
         schema: The parameter's JSON schema; anything but a mapping says nothing about it.
     """
     types = _types(schema)
-    value = _value(text)
+    value = value_of(text)
     if not types:
         return text if isinstance(value, str) else value
     kind = _kind(value)
@@ -41,7 +41,7 @@ def typed(text: str, schema: object) -> Any:
     return value if fits else text
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """What `text` says where it is JSON or a literal of Python's, else the text."""
     stripped = text.strip()
     if stripped in _LITERALS:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rollout_service.chat.calls.answer import Family
 from rollout_service.chat.calls.deepseek import DEEPSEEK
+from rollout_service.chat.calls.dsml import DSML
 from rollout_service.chat.calls.glm import GLM
 from rollout_service.chat.calls.granite import GRANITE
 from rollout_service.chat.calls.harmony import HARMONY
@@ -13,10 +14,23 @@ from rollout_service.chat.calls.hermes import HERMES
 from rollout_service.chat.calls.kimi_k2 import KIMI_K2
 from rollout_service.chat.calls.llama_json import LLAMA_JSON
 from rollout_service.chat.calls.mistral import MISTRAL
+from rollout_service.chat.calls.pythonic import PYTHONIC
 from rollout_service.chat.calls.qwen_xml import QWEN_XML
 
 # Hermes' tag is a part of other families' calls too, so that it is asked for last.
-_ORDER = (HARMONY, KIMI_K2, DEEPSEEK, MISTRAL, GLM, QWEN_XML, GRANITE, LLAMA_JSON, HERMES)
+_ORDER = (
+    HARMONY,
+    KIMI_K2,
+    DSML,
+    DEEPSEEK,
+    MISTRAL,
+    GLM,
+    QWEN_XML,
+    GRANITE,
+    PYTHONIC,
+    LLAMA_JSON,
+    HERMES,
+)
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ORDER}
 """By name, in the order in which a template's text is searched for their markers."""

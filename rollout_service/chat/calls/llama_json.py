@@ -1,4 +1,4 @@
-"""Llama 3.x: a bare JSON object at the beginning of a line, or what follows `<|python_tag|>`."""
+"""Llama 3.x and 4: a bare JSON object at a line's beginning, or what follows `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from rollout_service.chat.calls.reader import (
 )
 
 _TAG = "<|python_tag|>"
+# Llama 4 puts them around what stands beside calls, and around calls.
+_UNSAID = ("<|python_start|>", "<|python_end|>")
 _FORM = '{"name": ..., "parameters": {...}}'
 _HEADS = ('{"name":', '{"type":"function"', '{"function":', '{"parameters":', '{"arguments":')
 # An answer in JSON may have a "name" too: only arguments behind it make it a call for sure.
@@ -63,7 +65,7 @@ def _read_json(reader: Reader, out: Output, *, tagged: bool = False) -> Waiting[
 
     def read(reader: Reader, call: Call) -> Waiting[None]:
         text = yield from json_text(reader, call, _NAME_AND_ARGUMENTS)
-        if tagged or call.name or _is_call(call, text):
+        if tagged or call.name or _is_call(out, text):
             finish_object(call, text)
         else:
             answers.append(text)
@@ -79,14 +81,14 @@ def _read_json(reader: Reader, out: Output, *, tagged: bool = False) -> Waiting[
         reader.line_is_blank = True
 
 
-def _is_call(call: Call, text: str) -> bool:
+def _is_call(out: Output, text: str) -> bool:
     try:
         body = loads(text)
     except Fault:
         return True
     if isinstance(body.get("function"), dict):
         return True
-    return "parameters" in body or "arguments" in body or call.is_known(body.get("name"))
+    return "parameters" in body or "arguments" in body or out.knows(body.get("name"))
 
 
 def _read_built_in(reader: Reader, call: Call) -> Waiting[None]:
@@ -106,7 +108,7 @@ def _read_built_in(reader: Reader, call: Call) -> Waiting[None]:
 
 LLAMA_JSON = Family(
     name="llama_json",
-    parse=tagged({"{": _read_brace, _TAG: _read_tagged}),
+    parse=tagged({"{": _read_brace, _TAG: _read_tagged}, dropped=_UNSAID),
     taught_by=(_TAG, '"parameters": dictionary', "<|start_header_id|>ipython"),
     reasoning=THINK,
 )

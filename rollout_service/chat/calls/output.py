@@ -69,6 +69,10 @@ class Output:
         self._num_calls += 1
         return Call(self._events, call_id, form, self._tools, self._taken)
 
+    def knows(self, name: object) -> bool:
+        """Whether a tool has that name."""
+        return name in self._tools if isinstance(name, str) else False
+
     def take_back_call(self) -> None:
         """The call handed out last was none; nothing was written about it."""
         self._num_calls -= 1
@@ -132,10 +136,6 @@ class Call:
         if name.strip() not in self._tools and not _NAME.fullmatch(name.strip()):
             raise Broken(f"{name.strip()[:40]!r} is no tool's name")
         self.begin(name)
-
-    def is_known(self, name: object) -> bool:
-        """Whether a tool has that name."""
-        return name in self._tools if isinstance(name, str) else False
 
     @property
     def properties(self) -> Mapping[str, Any]:
