@@ -30,6 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, help="of fork, rewind and mount")
     parser.add_argument("--episodes", type=int, help="of the load, and of the admission")
+    parser.add_argument("--pool-gib", type=int, help="pool of every engine but the admission's")
     args = parser.parse_args()
     failed = asyncio.run(run(args, "python -m benchmarks.vllm_engine " + " ".join(sys.argv[1:])))
     sys.exit(bool(failed))

@@ -56,6 +56,9 @@ class Run:
                 for each in (self.scale.load, self.scale.admission)
             )
             self.scale = dataclasses.replace(self.scale, load=load, admission=admission)
+        if args.pool_gib:
+            pools = self.scale.pool_bytes | {"main": args.pool_gib << 30}
+            self.scale = dataclasses.replace(self.scale, pool_bytes=pools)
         self.only: list[str] = args.only
         self.tell: Path | None = args.tell
         self.wait: list[Path] = args.wait
