@@ -58,8 +58,8 @@ def trainer_key(run: str) -> str:
 
 
 def permits_key(run: str) -> str:
-    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`, and the
-    trainer's `group_size`."""
+    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`, and what it
+    asks of them: `group_size`, and `refills`, the failed episodes that the runner replaces."""
     return f"octopus:{run}:permits"
 
 

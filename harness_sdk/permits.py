@@ -36,6 +36,10 @@ class Permits(Protocol):
         """Groups granted and taken since the run began."""
         ...
 
+    async def refills(self) -> int:
+        """Failed episodes of a group that are to be replaced, at most."""
+        ...
+
 
 class NoPermits:
     """Every group may start at once."""
@@ -49,6 +53,10 @@ class NoPermits:
     async def counts(self) -> tuple[int, int]:
         """Nothing is counted."""
         return 0, 0
+
+    async def refills(self) -> int:
+        """Nobody waits for whole groups."""
+        return 0
 
 
 class RedisPermits:
@@ -103,6 +111,14 @@ class RedisPermits:
         """
         found = await self._call("hmget", permits_key(self._run), "granted", "taken")
         return int(found[0] or 0), int(found[1] or 0)
+
+    async def refills(self) -> int:
+        """As the trainer last asked.
+
+        Raises:
+            Unavailable: Redis cannot be reached.
+        """
+        return int(await self._call("hget", permits_key(self._run), "refills") or 0)
 
     async def _check_group_size(self) -> None:
         """Smaller groups would wait for their deadline, the rest of larger ones be dropped."""

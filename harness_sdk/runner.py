@@ -39,6 +39,9 @@ class RunOptions:
     """Episodes at a time."""
     grouped: bool = True
     """False keeps the episodes out of training: they carry no group, and no task comes twice."""
+    version_policy: str = "keep"
+    """keep finishes an episode on the policy that it began with, refresh takes the newest one at
+    each turn."""
     max_failures: int = 8
     """Episodes in a row that may fail for reasons of the infrastructure before the run stops."""
 
@@ -86,6 +89,8 @@ class GroupOutcome:
     group_id: str
     size: int
     episodes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
+    replaced: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
+    """Episodes that failed for a reason that is not the policy's, and that others stand in for."""
 
     @property
     def rewards(self) -> list[float]:
@@ -181,13 +186,24 @@ class Runner:
 
     async def _run_one(self, client: OctopusClient, group: GroupOutcome, task: Task) -> None:
         try:
-            group.episodes.append(await self._episode(client, group, task))
+            ended = await self._episode(client, group, task)
+            while ended.reward is None and await self._replaces(group, ended):
+                ended = await self._episode(client, group, task)
+            group.episodes.append(ended)
         finally:
             self._slots.release()
         if group.is_complete:
             await self._give_back_unopened(group)
             if self._on_group is not None:
                 self._on_group(group)
+
+    async def _replaces(self, group: GroupOutcome, failed: EpisodeOutcome) -> bool:
+        """Whether another episode is to stand in for `failed`, which then is noted."""
+        allowed = await self._permits.refills()
+        if len(group.replaced) >= allowed:
+            return False
+        group.replaced.append(failed)
+        return True
 
     async def _give_back_unopened(self, group: GroupOutcome) -> None:
         """Return the permit of a group that the service, and so the trainer, never heard of."""
@@ -205,6 +221,7 @@ class Runner:
             limits=self._agent.limits,
             primitives=self._agent.primitives,
             sampling=self._agent.sampling,
+            version_policy=self._options.version_policy,
         )
         reward: float | None = None
         failure = ""

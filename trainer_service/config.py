@@ -74,6 +74,11 @@ class BatchOptions(Options):
     """Finished episodes that a group needs at its deadline; 2 at least, for the baseline."""
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds from a group's first episode until it goes on with what it has."""
+    incomplete: Literal["train", "refill", "drop"] = "train"
+    """What becomes of a group of which episodes failed for the infrastructure's fault or did not
+    come in time: train on the rest if it is min_group; refill, by octopus run starting others in
+    place of the failed ones, up to group_size more, and train on what there is at the end; or
+    drop it."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Versions that a sampled token may be behind; unset is 1, and nothing for sft."""
     staleness: Literal["drop", "correct"] = "drop"
@@ -197,6 +202,10 @@ class PublishOptions(Options):
     """Length of the probe, taken from the newest episode's prompt."""
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest |delta logp| of the probe; unset is 1e-3 in float32 and 0.1 in bfloat16."""
+    in_flight: Literal["cross", "wait"] = "cross"
+    """Episodes that run when a version is ready: they cross its publishing, keeping or refreshing
+    their own as they were opened; or the version and all further groups wait until they have
+    ended. A restarted trainer does not wait."""
     keep_versions: int = Field(default=4, ge=2)
     """Newest adapters kept for replicas that start late."""
 
@@ -241,6 +250,11 @@ class TrainerConfig(Options):
         if self.publish.enabled is not None:
             return self.publish.enabled
         return self.batch.records is None
+
+    @property
+    def refills(self) -> int:
+        """Episodes that runners start in a group in place of failed ones, at most."""
+        return self.batch.group_size if self.batch.incomplete == "refill" else 0
 
     @property
     def max_policy_lag(self) -> int:
@@ -323,11 +337,13 @@ class TrainerConfig(Options):
         batch = self.batch
         group_only = (
             "max_policy_lag", "staleness", "groups_per_step", "group_size", "min_group",
-            "group_deadline_s", "advantages",
+            "group_deadline_s", "incomplete", "advantages",
         )  # fmt: skip
         for name in group_only:
             if _differs(batch, name):
                 raise _pair(f"batch.{name}", "objective sft", "remove it")
+        if self.publish.in_flight == "wait":
+            raise _pair("publish.in_flight wait", "objective sft", "it knows of no groups")
         if self.loss != LossOptions():
             raise _pair("loss.*", "objective sft", "remove it")
         if batch.records is None and _differs(batch, "epochs"):

@@ -74,6 +74,8 @@ class Collector(Protocol):
     def closed(self) -> tuple[str, ...]: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def num_ready(self) -> int: ...
 
 
 class StreamFeed:
@@ -143,6 +145,11 @@ class StreamFeed:
         """Groups that wait for episodes or for a step."""
         return self._collector.num_waiting
 
+    @property
+    def num_ready(self) -> int:
+        """Groups that wait for a step."""
+        return self._collector.num_ready
+
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
         """Read until a batch is whole; see `Feed`."""
         self._busy_at = time.monotonic()
@@ -152,15 +159,20 @@ class StreamFeed:
         while not stopped():
             self._collector.expire(time.monotonic())
             groups = self._collector.take(self._num_groups, version)
-            if self.num_dropped_groups != self._told_dropped:
-                self._told_dropped = self.num_dropped_groups
-                await self._on_dropped(self._told_dropped)
+            await self._tell_dropped()
             if groups is not None:
                 self._consuming += [e.entry_id for group in groups for e in group.episodes]
                 return Batch(groups=tuple(groups))
             await self._on_wait()
             await self._read(block_s=READ_BLOCK_S)
         return None
+
+    async def gather(self) -> None:
+        """Take in what comes within a moment, for no step yet."""
+        self._collector.expire(time.monotonic())
+        await self._tell_dropped()
+        await self._on_wait()
+        await self._read(block_s=READ_BLOCK_S)
 
     def state(self) -> dict[str, Any]:
         """Entries used and dropped since the last checkpoint, and what must not come again."""
@@ -187,6 +199,11 @@ class StreamFeed:
     def drop_lost(self, num_groups: int) -> None:
         """Count groups of which no episode will come; a negative number takes some back."""
         self._collector.dropped_groups["lost"] += num_groups
+
+    async def _tell_dropped(self) -> None:
+        if self.num_dropped_groups != self._told_dropped:
+            self._told_dropped = self.num_dropped_groups
+            await self._on_dropped(self._told_dropped)
 
     async def _read(self, *, block_s: float) -> bool:
         """Take what the stream has, and whether it had anything."""
@@ -224,6 +241,11 @@ class Demonstrations:
     @property
     def num_waiting(self) -> int:
         """Episodes that wait for a step."""
+        return len(self._ready)
+
+    @property
+    def num_ready(self) -> int:
+        """The same: nothing waits for its group."""
         return len(self._ready)
 
     def add(self, entry_id: str, record: EpisodeRecord, now_s: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from harness_sdk.record import EpisodeRecord, NodeKind
@@ -48,7 +49,7 @@ class Scored:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
     """Finished episodes of one task, in the order of their entry ids."""
 
@@ -57,6 +58,11 @@ class Group:
     failed: tuple[tuple[str, str], ...] = ()
     """Entry id and cause of those that fill the group and carry nothing; they are consumed with
     it, so that a restart finds the group whole."""
+
+    @property
+    def task_id(self) -> str:
+        """Task of its episodes."""
+        return self.episodes[0].record.task_id if self.episodes else ""
 
 
 @dataclass(slots=True)
@@ -74,6 +80,8 @@ class GroupAssembler:
         min_group: Finished episodes that a group needs at its deadline.
         deadline_s: Seconds from a group's first episode to its deadline.
         max_policy_lag: Versions that an episode's oldest token may be behind; None lets all pass.
+        refills: Failed episodes of a group that runners replace.
+        drops_incomplete: Whether a group needs all of its episodes.
         closed: Ids of groups that were finished before, from the checkpoint.
     """
 
@@ -84,12 +92,16 @@ class GroupAssembler:
         min_group: int,
         deadline_s: float,
         max_policy_lag: int | None,
+        refills: int = 0,
+        drops_incomplete: bool = False,
         closed: tuple[str, ...] = (),
     ) -> None:
         self._group_size = group_size
         self._min_group = min_group
         self._deadline_s = deadline_s
         self._max_policy_lag = max_policy_lag
+        self._refills = refills
+        self._drops_incomplete = drops_incomplete
         self._open: dict[str, _Open] = {}
         self._ready: deque[Group] = deque()
         self._closed = dict.fromkeys(closed)
@@ -132,7 +144,7 @@ class GroupAssembler:
             group.failed.append((entry_id, cause))
         else:
             group.finished.append(Scored.of(entry_id, record))
-        if len(group.finished) + len(group.failed) >= self._group_size:
+        if self._is_whole(group):
             self._close(record.group_id)
 
     def overdue(self, now_s: float) -> list[str]:
@@ -151,6 +163,10 @@ class GroupAssembler:
     def take(self, num_groups: int, version: int) -> list[Group] | None:
         """The next `num_groups` groups for a step that starts from policy `version`.
 
+        Tasks take turns: no task gets a second group while another waits with its first, so that
+        quick tasks do not crowd out slow ones. Within that, groups come in the order in which they
+        completed.
+
         Returns:
             None while fewer are ready; groups that have become too old are dropped on the way.
         """
@@ -162,12 +178,19 @@ class GroupAssembler:
                 self._drop_group(group, "stale")
         if len(self._ready) < num_groups:
             return None
-        return [self._taken(self._ready.popleft(), version) for _ in range(num_groups)]
+        chosen = _in_turn(self._ready)[:num_groups]
+        self._ready = deque(group for group in self._ready if group not in chosen)
+        return [self._taken(group, version) for group in chosen]
 
     def pop_finished_entries(self) -> list[str]:
         """Entry ids of dropped episodes since the last call; the next checkpoint consumes them."""
         entries, self._finished_entries = self._finished_entries, []
         return entries
+
+    def _is_whole(self, group: _Open) -> bool:
+        """Whether nothing more is to come, as far as runners that live are concerned."""
+        ended = len(group.finished) + len(group.failed)
+        return len(group.finished) >= self._group_size or ended >= self._group_size + self._refills
 
     def _close(self, group_id: str) -> None:
         group = self._open.pop(group_id)
@@ -175,10 +198,12 @@ class GroupAssembler:
         while len(self._closed) > CLOSED_GROUPS:
             del self._closed[next(iter(self._closed))]
         whole = Group(group_id=group_id, episodes=tuple(group.finished), failed=tuple(group.failed))
-        if len(whole.episodes) >= self._min_group:
-            self._ready.append(whole)
-        else:
+        if len(whole.episodes) < self._min_group:
             self._drop_group(whole, "too_few_finished")
+        elif self._drops_incomplete and len(whole.episodes) < self._group_size:
+            self._drop_group(whole, "incomplete")
+        else:
+            self._ready.append(whole)
 
     def _taken(self, group: Group, version: int) -> Group:
         """`group` without its stale episodes, which are consumed together with it."""
@@ -211,6 +236,16 @@ class GroupAssembler:
     def _drop_episode(self, entry_id: str, cause: str) -> None:
         self.dropped_episodes[cause] += 1
         self._finished_entries.append(entry_id)
+
+
+def _in_turn(groups: Iterable[Group]) -> list[Group]:
+    """`groups` with every task's first before any task's second, and so on; else in order."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for group in groups:
+        turns.append((seen[group.task_id], group))
+        seen[group.task_id] += 1
+    return [group for _, group in sorted(turns, key=lambda turn: turn[0])]
 
 
 def failure(record: EpisodeRecord) -> str:

@@ -85,6 +85,7 @@ class _Loop:
         self._publisher = Publisher(config, link, bus) if link and bus else None
         self._num_dropped_groups = 0
         self._behind = 0
+        self._draining = False
         self._feed: Feed = self._make_feed()
 
     async def run(self) -> Progress:
@@ -126,6 +127,7 @@ class _Loop:
             with _timed(values, "seconds/acknowledge"):
                 await self._unless_stopped(self._feed.settle())
             if not result.skipped:
+                await self._drain(values)
                 await self._publish(values)
             await self._grant()
         finally:
@@ -167,6 +169,31 @@ class _Loop:
         done = steps is not None and self._run.optimizer.num_steps >= steps
         return done or self._stop.is_set()
 
+    async def _drain(self, values: dict[str, float]) -> None:
+        """With `publish.in_flight` wait: return once no permitted group runs any more; those that
+        never end are given up at their deadline."""
+        if self._config.publish.in_flight != "wait" or self._publisher is None:
+            return
+        assert isinstance(self._feed, StreamFeed) and self._link is not None
+        with _timed(values, "seconds/drain"), self._no_grants():
+            while not self._stop.is_set() and await self._num_in_flight():
+                await self._unless_stopped(self._feed.gather())
+
+    async def _num_in_flight(self) -> int:
+        """Groups that were begun and are neither whole here nor dropped."""
+        assert isinstance(self._feed, StreamFeed) and self._link is not None
+        found = await self._unless_stopped(permits(self._link, self._config.run))
+        here = self._run.progress.num_groups + self._feed.num_dropped_groups + self._feed.num_ready
+        return max(0, found[1] - here) if found is not None else 0
+
+    @contextlib.contextmanager
+    def _no_grants(self) -> Iterator[None]:
+        self._draining = True
+        try:
+            yield
+        finally:
+            self._draining = False
+
     async def _publish(self, values: dict[str, float]) -> None:
         if self._publisher is None:
             return
@@ -197,15 +224,21 @@ class _Loop:
         A group that begins behind the newest version uses up a part of its lag at once: where
         replicas wait for a slot, fewer groups begin, then none, and training waits with them.
         """
-        if self._link is None or not self._config.needs_groups:
+        if self._link is None or not self._config.needs_groups or self._draining:
             return
         await self._find_lost()
         self._behind = self._publisher.behind if self._publisher is not None else 0
         steps = max(0, 1 + self._config.max_policy_lag - self._behind)
         ahead = steps * self._config.batch.groups_per_step
         granted = self._run.progress.num_groups + self._num_dropped_groups + ahead
-        size = self._config.batch.group_size
-        await self._unless_stopped(grant_permits(self._link, self._config.run, granted, size))
+        granting = grant_permits(
+            self._link,
+            self._config.run,
+            granted,
+            self._config.batch.group_size,
+            refills=self._config.refills,
+        )
+        await self._unless_stopped(granting)
 
     async def _find_lost(self) -> None:
         """Groups that were counted as lost and came after all would raise the lead for good."""
@@ -278,6 +311,8 @@ class _Loop:
                 min_group=batch.min_group,
                 deadline_s=batch.group_deadline_s,
                 max_policy_lag=config.max_policy_lag if batch.staleness == "drop" else None,
+                refills=config.refills,
+                drops_incomplete=batch.incomplete == "drop",
                 closed=tuple(state.get("closed_groups", ())),
             )
         return StreamFeed(

@@ -40,14 +40,24 @@ async def claim_run(link: RedisLink, run: str, owner: str, place: str) -> None:
         )
 
 
-async def grant_permits(link: RedisLink, run: str, granted: int, group_size: int) -> None:
-    """Allow `granted` groups of `group_size` since the run began; a lower number allows no less."""
+async def grant_permits(
+    link: RedisLink, run: str, granted: int, group_size: int, *, refills: int = 0
+) -> None:
+    """Allow `granted` groups since the run began; a lower number allows no less.
+
+    Args:
+        link: Connection.
+        run: Run name.
+        granted: Groups.
+        group_size: Episodes of each.
+        refills: Failed episodes of each that runners replace.
+    """
     key, wake = control.permits_key(run), control.permits_wake_key(run)
 
     async def grant() -> None:
         before = await link.client.hget(key, "granted")
         async with link.client.pipeline(transaction=True) as pipe:
-            pipe.hset(key, "group_size", group_size)
+            pipe.hset(key, mapping={"group_size": group_size, "refills": refills})
             if before is None or int(before) < granted:
                 pipe.hset(key, "granted", granted)
                 pipe.lpush(wake, granted)

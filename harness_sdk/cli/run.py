@@ -76,6 +76,7 @@ async def _run(config: RunConfig, agent: Agent) -> None:
                 group_size=config.group_size,
                 num_groups=config.groups,
                 concurrency=config.concurrency,
+                version_policy=config.version_policy,
             ),
             permits=permits,
             on_group=Progress(),
@@ -177,10 +178,11 @@ class Progress:
         rewards = group.rewards
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
         failed = group.size - len(rewards)
+        replaced = f", {len(group.replaced)} replaced" if group.replaced else ""
         tokens = sum(episode.num_tokens for episode in group.episodes)
         sys.stdout.write(
             f"group {self._count}  {group.task_id}  reward {mean}  "
-            f"{group.size} episodes, {failed} failed  {tokens} tokens  "
+            f"{group.size} episodes, {failed} failed{replaced}  {tokens} tokens  "
             f"{time.monotonic() - self._started_s:.1f} s\n"
         )
         sys.stdout.flush()

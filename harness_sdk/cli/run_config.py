@@ -90,6 +90,9 @@ class RunConfig(AgentConfig):
     """Episodes of one task that are compared with each other, as the trainer's batch.group-size."""
     groups: int | None = Field(default=None, ge=0)
     """Groups to run: none passes over the tasks once, 0 goes on until Ctrl-C."""
+    version_policy: Literal["keep", "refresh"] = "keep"
+    """Whether an episode keeps the policy version that it began with, or takes the newest one at
+    each of its turns; either way none is aborted when a version is published."""
     run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run; unset takes the service's."""
     redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})

@@ -167,3 +167,68 @@ def test_staleness_counts_the_oldest_sampled_token_only() -> None:
         with_prompt = replace(record, episode_id=name, nodes=(*record.nodes, prompt))
         assembler.add(name, with_prompt, now_s=0.0)
     assert len(_take(assembler, version=5)[0].episodes) == 3
+
+
+def _refilling() -> GroupAssembler:
+    return GroupAssembler(
+        group_size=2, min_group=2, deadline_s=10.0, max_policy_lag=None, refills=2
+    )
+
+
+def test_failed_episode_that_is_replaced_does_not_fill_its_group() -> None:
+    assembler = _refilling()
+    assembler.add("a", _record("a"), now_s=0.0)
+    assembler.add("x", _record("x", stop_reason="engine_error", reward=None), now_s=0.0)
+    assert assembler.take(1, version=0) is None
+    assembler.add("b", _record("b"), now_s=0.0)
+    (group,) = _take(assembler)
+    assert [episode.entry_id for episode in group.episodes] == ["a", "b"]
+    # The failure is consumed with its group and stays out of its baseline.
+    assert assembler.pop_finished_entries() == ["x"]
+    assert assembler.dropped_episodes == {"engine_error": 1}
+
+
+def test_group_whose_replacements_are_used_up_waits_for_nothing() -> None:
+    assembler = _refilling()
+    assembler.add("a", _record("a"), now_s=0.0)
+    for name in "xyz":
+        failed = _record(name, stop_reason="tool_error", reward=None)
+        assembler.add(name, failed, now_s=0.0)
+    assert assembler.num_open == 0
+    assert assembler.dropped_groups == {"too_few_finished": 1}
+    assert assembler.dropped_episodes == {"too_few_finished": 1, "tool_error": 3}
+
+
+def test_group_that_must_be_whole_is_dropped_where_it_is_not() -> None:
+    assembler = GroupAssembler(
+        group_size=3, min_group=2, deadline_s=10.0, max_policy_lag=None, drops_incomplete=True
+    )
+    for name, group in (("a", "late"), ("b", "late"), ("c", "failed"), ("d", "failed")):
+        assembler.add(name, _record(name, group_id=group), now_s=0.0)
+    failed = _record("x", group_id="failed", stop_reason="engine_error", reward=None)
+    assembler.add("x", failed, now_s=0.0)
+    assert assembler.dropped_groups == {"incomplete": 1}
+    assembler.expire(now_s=10.0)
+    assert assembler.dropped_groups == {"incomplete": 2}
+    assert assembler.dropped_episodes == {"incomplete": 4, "engine_error": 1}
+    assert assembler.take(1, version=0) is None
+
+
+def test_tasks_take_turns_and_none_waits_for_ever() -> None:
+    assembler = _assembler()
+
+    def complete(group_id: str, task_id: str) -> None:
+        for number in range(3):
+            name = f"{group_id}-{number}"
+            record = replace(_record(name, group_id=group_id), task_id=task_id)
+            assembler.add(name, record, now_s=0.0)
+
+    for number in range(3):
+        complete(f"quick-{number}", "quick")
+    complete("slow-0", "slow")
+    assert [g.group_id for g in _take(assembler, 2)] == ["quick-0", "slow-0"]
+    # What waits longest is its task's first now, whatever comes after it.
+    complete("other-0", "other")
+    assert [g.group_id for g in _take(assembler, 2)] == ["quick-1", "other-0"]
+    assert [g.group_id for g in _take(assembler, 1)] == ["quick-2"]
+    assert assembler.num_waiting == 0
