@@ -20,6 +20,9 @@ ADAPTER_CHUNK_BYTES = 4 * 1024 * 1024
 RECORD_FIELD = "record"
 """Field of a stream entry that holds the record's bytes."""
 
+FIGURES_FIELD = "figures"
+"""Field of a step's entry: `step`, `time_s`, `objective` and the `area/name` figures, as JSON."""
+
 ADAPTER_FILE = "adapter_model.safetensors"
 """PEFT's name of the tensors, here and in a shared directory."""
 
@@ -35,6 +38,11 @@ def episodes_key(run: str) -> str:
 def dead_key(run: str) -> str:
     """Redis stream of records that failed to parse three times or were refused, newest kept."""
     return f"octopus:{run}:dead"
+
+
+def steps_key(run: str) -> str:
+    """Redis stream of what the trainer reported of each step, newest kept."""
+    return f"octopus:{run}:steps"
 
 
 def adapter_key(run: str, version: int) -> str:

@@ -25,7 +25,7 @@ from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
 from trainer_service.run_folder import identity, locked
-from trainer_service.run_keys import claim_run, grant_permits, permits
+from trainer_service.run_keys import claim_run, grant_permits, permits, send_figures
 from trainer_service.run_state import Progress, RunState, probe_tokens
 from trainer_service.step import StepResult, train_step
 from trainer_service.stream import EpisodeStream, RedisLink
@@ -132,7 +132,9 @@ class _Loop:
             await self._grant()
         finally:
             values["seconds/step"] = time.monotonic() - begin
-            self._report(values)
+            figures = self._report(values)
+        if self._link is not None:
+            await self._unless_stopped(send_figures(self._link, self._config.run, figures))
         self._check_skipped()
 
     def _advance(self, batch: Batch, *, skipped: bool) -> None:
@@ -274,14 +276,14 @@ class _Loop:
             log.warning("%d groups were begun and sent nothing; their permits return", taken - here)
             self._feed.drop_lost(taken - here)
 
-    def _report(self, values: dict[str, float]) -> None:
+    def _report(self, values: dict[str, float]) -> str:
         for cause, count in self._feed.dropped().items():
             values[f"dropped/{cause}"] = float(count)
         values["dropped/total"] = float(sum(self._feed.dropped().values()))
         values["policy/version"] = float(self._run.progress.version)
         if isinstance(self._feed, StreamFeed):
             values["dead/trimmed"] = float(self._feed.num_dead_trimmed)
-        report(
+        return report(
             self._config.folder / "metrics.jsonl",
             self._run.optimizer.num_steps,
             values,

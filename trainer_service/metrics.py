@@ -26,7 +26,7 @@ _SUMMARY = (
 )
 
 
-def report(path: Path, step: int, values: Mapping[str, float], **labels: str) -> None:
+def report(path: Path, step: int, values: Mapping[str, float], **labels: str) -> str:
     """Append a step's `area/name` floats to the JSONL file at `path` and log their summary.
 
     Args:
@@ -34,16 +34,21 @@ def report(path: Path, step: int, values: Mapping[str, float], **labels: str) ->
         step: Optimiser step, or the last one before whatever is reported.
         values: `area/name` to value.
         labels: Texts that go beside the figures, as the run's name.
+
+    Returns:
+        The line.
     """
     line: dict[str, Any] = {"step": step, "time_s": time.time(), **labels}
     line.update({name: float(value) for name, value in sorted(values.items())})
+    text = json.dumps(line)
     with path.open("a+b") as file:
         if file.tell() and _last_byte(file) != b"\n":
             # A process that was killed left half a line.
             file.write(b"\n")
-        file.write(json.dumps(line).encode() + b"\n")
+        file.write(text.encode() + b"\n")
     parts = [f"{label} {values[name]:{form}}" for label, name, form in _SUMMARY if name in values]
     log.info("step %d: %s", step, ", ".join(parts), extra={"step": step, **labels})
+    return text
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

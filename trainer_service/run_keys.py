@@ -10,6 +10,9 @@ from harness_sdk import control
 from harness_sdk.errors import ConfigError
 from trainer_service.stream import RedisLink
 
+MAX_STEPS = 4096
+"""Steps whose figures Redis keeps, about 2 kB each."""
+
 
 async def claim_run(link: RedisLink, run: str, owner: str, place: str) -> None:
     """Bind a run to the run folder `owner`: what a checkpoint has consumed is known there alone.
@@ -71,6 +74,14 @@ async def permits(link: RedisLink, run: str) -> tuple[int, int]:
     """Groups `granted` and `taken` so far."""
     found = await link.call(lambda: link.client.hmget(control.permits_key(run), "granted", "taken"))
     return int(found[0] or 0), int(found[1] or 0)
+
+
+async def send_figures(link: RedisLink, run: str, figures: str) -> None:
+    """Append a step's figures, as `metrics.report` returns them, for whoever watches the run."""
+    fields = {control.FIGURES_FIELD: figures}
+    await link.call(
+        lambda: link.client.xadd(control.steps_key(run), fields, maxlen=MAX_STEPS, approximate=True)
+    )
 
 
 async def upload_adapter(link: RedisLink, run: str, version: int, folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,12 @@ class LoopWorld:
                 **fields,
             }
         )
+
+    async def figures(self) -> list[dict[str, Any]]:
+        """What the trainer sent of its steps."""
+        async with redis.asyncio.Redis.from_url(self.redis_url) as client:
+            entries: Any = await client.xrange(control.steps_key(RUN))
+        return [json.loads(fields[b"figures"]) for _, fields in entries]
 
     async def records(self) -> list[EpisodeRecord]:
         """Everything the replica wrote that is still in the stream."""
@@ -156,6 +163,7 @@ async def check_two_steps(world: LoopWorld, *, max_dlogp: float) -> None:
     records = await world.records()
     lines = read_metrics(config.folder / "metrics.jsonl")
     assert [line["policy/version"] for line in lines] == [1.0, 2.0]
+    assert await world.figures() == lines
     for number, line in enumerate(lines):
         group = [record for record in records if record.group_id == f"group-{number}"]
         assert line["divergence/num_tokens"] == sum(record.num_sampled for record in group)

@@ -23,7 +23,13 @@ from trainer_service.feed import StreamFeed
 from trainer_service.groups import GroupAssembler
 from trainer_service.origin import Origin, RefusedRecord
 from trainer_service.parsing import parse_record
-from trainer_service.run_keys import delete_adapter, grant_permits, permits, upload_adapter
+from trainer_service.run_keys import (
+    delete_adapter,
+    grant_permits,
+    permits,
+    send_figures,
+    upload_adapter,
+)
 from trainer_service.stream import (
     MAX_DEAD,
     EpisodeStream,
@@ -390,3 +396,15 @@ async def test_adapter_travels_in_chunks_and_is_deleted_whole(
     assert b"".join(chunks) == data
     await delete_adapter(link, RUN, 7)
     assert await link.client.keys("*adapter*") == []
+
+
+async def test_figures_of_steps_stay_in_order_and_outlive_a_restart(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    await send_figures(link, RUN, '{"step": 1}')
+    await server.stop()
+    sending = asyncio.create_task(send_figures(link, RUN, '{"step": 2}'))
+    await server.start()
+    await sending
+    entries = await link.client.xrange(control.steps_key(RUN))
+    assert [fields[b"figures"] for _, fields in entries] == [b'{"step": 1}', b'{"step": 2}']
