@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from trainer_service.config import TrainerConfig
@@ -18,19 +24,37 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["trainer_service.loop"])
 
 
-async def run_trainer(config: TrainerConfig, *, crash_at: str = "", crash_step: int = 0) -> int:
+WATCHED = (
+    "loop", "feed", "stream", "groups", "step", "optim", "checkpoint", "run_state", "publish",
+    "bus", "run_keys", "metrics",
+)  # fmt: skip
+"""Files of the trainer whose lines are counted for `crash_line`."""
+
+COUNT_FILE = "lines.json"
+"""In the run folder, how many lines ran of each function where none crashed."""
+
+
+async def run_trainer(
+    config: TrainerConfig,
+    *,
+    crash_at: str = "",
+    crash_step: int = 0,
+    crash_line: tuple[str, int] | None = None,
+) -> int:
     """Train in a new process to its end.
 
     Args:
         config: Of the service.
         crash_at: One of `CRASH_POINTS` where the process kills itself; empty lets it live.
         crash_step: The how manieth step of this process crashes, from 1.
+        crash_line: A function of the `WATCHED` files and the how manieth of its executed lines is
+            the process's last, from 1; 0 only counts them.
 
     Returns:
         Exit code; minus the signal's number where it was killed.
     """
     process = _CONTEXT.Process(
-        target=_main, args=(config.model_dump_json(), crash_at, crash_step), daemon=True
+        target=_main, args=(config.model_dump_json(), crash_at, crash_step, crash_line), daemon=True
     )
     process.start()
     try:
@@ -43,7 +67,9 @@ async def run_trainer(config: TrainerConfig, *, crash_at: str = "", crash_step: 
         process.close()
 
 
-def _main(config_json: str, crash_at: str, crash_step: int) -> None:
+def _main(
+    config_json: str, crash_at: str, crash_step: int, crash_line: tuple[str, int] | None
+) -> None:
     import torch
 
     from trainer_service import loop
@@ -52,7 +78,34 @@ def _main(config_json: str, crash_at: str, crash_step: int) -> None:
     if crash_at:
         _arm(crash_at, crash_step)
     config = TrainerConfig.model_validate_json(config_json)
+    lines = _watch(*crash_line) if crash_line else None
     asyncio.run(loop.train(config, asyncio.Event()))
+    if lines is not None:
+        (config.folder / COUNT_FILE).write_text(json.dumps(lines))
+
+
+def _watch(function: str, number: int) -> Counter[str]:
+    """Count the lines of the `WATCHED` files from here on, and die at the one that is wanted."""
+    import trainer_service.loop
+
+    folder = Path(trainer_service.loop.__file__).parent
+    watched = {str(folder / f"{name}.py") for name in WATCHED}
+    lines: Counter[str] = Counter()
+
+    def in_frame(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            name = frame.f_code.co_qualname
+            lines[name] += 1
+            if name == function and lines[name] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return in_frame
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        return in_frame if frame.f_code.co_filename in watched else None
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    return lines
 
 
 def _arm(crash_at: str, crash_step: int) -> None:

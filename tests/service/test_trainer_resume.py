@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,17 +19,23 @@ from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.records_file import write_records
 from tests.chat_tokenizers import save_chat_tokenizer
-from tests.random_records import random_record
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
 from tests.trainer_process import CRASH_POINTS, run_trainer
+from tests.trainer_runs import (
+    GROUP_SIZE,
+    assert_equal,
+    episodes,
+    fill,
+    final,
+    run_config,
+    stream_config,
+)
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics
 from trainer_service.run_keys import permits
 from trainer_service.stream import RedisLink
-
-NUM_GROUPS, GROUP_SIZE, MAX_STEPS = 4, 2, 4
 
 
 @pytest.fixture
@@ -54,88 +58,6 @@ async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
     await server.stop()
 
 
-def _records() -> list[EpisodeRecord]:
-    """Groups whose episodes arrive interleaved, with a failed episode and a duplicate between."""
-    records = []
-    for index in range(NUM_GROUPS * GROUP_SIZE):
-        record = random_record(
-            np.random.default_rng(index),
-            300,
-            episode_id=f"episode-{index}",
-            group_id=f"group-{index % NUM_GROUPS}",
-            num_events=4,
-            mount_layers=(2, 5),
-            reward=float(index < NUM_GROUPS),
-        )
-        records.append(record)
-    failed = replace(
-        records[0], episode_id="failed", group_id="group-3", stop_reason="engine_error"
-    )
-    return [*records[:5], failed, records[2], *records[5:]]
-
-
-def _config(folder: Path, model: Path, run: str, **fields: Any) -> TrainerConfig:
-    return TrainerConfig.model_validate(
-        {
-            "run": run,
-            "run_folder": folder,
-            "max_steps": MAX_STEPS,
-            "model": {"path": model},
-            "lora": {"rank": 2, "alpha": 4.0},
-            "optim": {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1},
-            "publish": {"enabled": False},
-            **fields,
-        }
-    )
-
-
-def _stream_config(folder: Path, model: Path, run: str, url: str) -> TrainerConfig:
-    return _config(
-        folder,
-        model,
-        run,
-        redis={"url": url},
-        # Group 3 is complete with one finished and one failed episode, and dropped: the step
-        # that would need it never comes.
-        max_steps=3,
-        batch={
-            "groups_per_step": 1,
-            "group_size": GROUP_SIZE,
-            "max_policy_lag": 10,
-            "max_strip_tokens": 100,
-        },
-    )
-
-
-async def _fill(link: RedisLink, run: str) -> None:
-    for record in _records():
-        fields = {control.RECORD_FIELD: record_to_bytes(record)}
-        await link.client.xadd(control.episodes_key(run), fields)
-
-
-def _final(config: TrainerConfig) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
-    """Adapter, optimiser and random state, and the counters of the newest checkpoint."""
-    folder = max((config.folder / "checkpoints").iterdir())
-    adapter = (folder / "adapter" / control.ADAPTER_FILE).read_bytes()
-    tensors = torch.load(folder / "optimizer.pt", weights_only=True)
-    return adapter, tensors, json.loads((folder / "state.json").read_text())
-
-
-def _assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            _assert_equal(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            _assert_equal(a, b)
-    else:
-        assert one == other
-
-
 @pytest.fixture(scope="module")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, model: Path
@@ -145,15 +67,15 @@ def undisturbed(
     async def train_once(folder: Path) -> TrainerConfig:
         server = ValkeyServer(folder / "valkey")
         await server.start()
-        config = _stream_config(folder, model, "r", server.url)
+        config = stream_config(folder, model, "r", server.url)
         link = RedisLink(server.url)
-        await _fill(link, "r")
+        await fill(link, "r")
         assert await run_trainer(config) == 0
         await link.close()
         await server.stop()
         return config
 
-    return _final(asyncio.run(train_once(tmp_path_factory.mktemp("undisturbed"))))
+    return final(asyncio.run(train_once(tmp_path_factory.mktemp("undisturbed"))))
 
 
 @pytest.mark.parametrize("crash_step", [1, 2])
@@ -167,15 +89,15 @@ async def test_killed_trainer_trains_every_episode_once(
     crash_at: str,
     crash_step: int,
 ) -> None:
-    config = _stream_config(tmp_path, model, "r", server.url)
-    await _fill(link, "r")
+    config = stream_config(tmp_path, model, "r", server.url)
+    await fill(link, "r")
     code = await run_trainer(config, crash_at=crash_at, crash_step=crash_step)
     assert code == -signal.SIGKILL
     assert (await link.client.xpending(control.episodes_key("r"), "trainer"))["pending"] > 0
     assert await run_trainer(config) == 0
-    adapter, tensors, state = _final(config)
+    adapter, tensors, state = final(config)
     assert adapter == undisturbed[0]
-    _assert_equal(tensors, undisturbed[1])
+    assert_equal(tensors, undisturbed[1])
     assert state["progress"] == undisturbed[2]["progress"]
     assert state["feed"]["dropped_episodes"] == undisturbed[2]["feed"]["dropped_episodes"]
     assert await permits(link, "r") == (3 + 1 + 11, 0)
@@ -198,13 +120,15 @@ def test_undisturbed_run_consumed_what_it_should(
 
 async def test_resume_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path, model: Path) -> None:
     records = tmp_path / "r.records"
-    write_records(records, _records())
+    write_records(records, episodes())
     batch = {"records": records, "epochs": 3, "episodes_per_step": 4}
     optim = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 6}
-    whole = _config(
+    whole = run_config(
         tmp_path, model, "whole", objective="sft", batch=batch, optim=optim, max_steps=6
     )
-    half = _config(tmp_path, model, "half", objective="sft", batch=batch, optim=optim, max_steps=3)
+    half = run_config(
+        tmp_path, model, "half", objective="sft", batch=batch, optim=optim, max_steps=3
+    )
     rest = half.model_copy(update={"max_steps": 6})
     await train(whole, asyncio.Event())
     await train(half, asyncio.Event())
@@ -212,10 +136,10 @@ async def test_resume_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path, model
     torch.manual_seed(99)
     progress = await train(rest, asyncio.Event())
     assert progress.version == 6
-    adapter, tensors, state = _final(whole)
-    resumed_adapter, resumed_tensors, resumed_state = _final(rest)
+    adapter, tensors, state = final(whole)
+    resumed_adapter, resumed_tensors, resumed_state = final(rest)
     assert adapter == resumed_adapter
-    _assert_equal(tensors["optimizer"], resumed_tensors["optimizer"])
+    assert_equal(tensors["optimizer"], resumed_tensors["optimizer"])
     assert state["feed"] == resumed_state["feed"]
     losses = [line["loss/total"] for line in read_metrics(whole.folder / "metrics.jsonl")]
     resumed = [line["loss/total"] for line in read_metrics(half.folder / "metrics.jsonl")]
@@ -226,28 +150,28 @@ async def test_resume_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path, model
 async def test_records_end_after_their_epochs_and_another_file_starts_anew(
     tmp_path: Path, model: Path
 ) -> None:
-    records = _records()
+    records = episodes()
     write_records(tmp_path / "a", records[:3])
     write_records(tmp_path / "b", records[3:5])
     for name, steps in (("a", 3), ("a", 3), ("b", 5)):
         batch = {"records": tmp_path / name, "epochs": 2, "episodes_per_step": 2}
-        config = _config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=9)
+        config = run_config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=9)
         assert (await train(config, asyncio.Event())).version == steps
 
 
 async def test_another_objective_goes_on_with_versions_and_new_moments(
     server: ValkeyServer, link: RedisLink, tmp_path: Path, model: Path
 ) -> None:
-    write_records(tmp_path / "a", _records()[:4])
+    write_records(tmp_path / "a", episodes()[:4])
     batch = {"records": tmp_path / "a", "episodes_per_step": 2}
-    sft = _config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=2)
+    sft = run_config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=2)
     assert (await train(sft, asyncio.Event())).version == 2
-    before, tensors, _ = _final(sft)
+    before, tensors, _ = final(sft)
     assert tensors["optimizer"]["adamw"]["state"][0]["step"] == 2
-    await _fill(link, "r")
-    online = _stream_config(tmp_path, model, "r", server.url)
+    await fill(link, "r")
+    online = stream_config(tmp_path, model, "r", server.url)
     assert (await _train_until(online)).version == 3
-    after, tensors, state = _final(online)
+    after, tensors, state = final(online)
     assert after != before
     # The third step of the run is the first of this objective.
     assert tensors["optimizer"]["num_steps"] == 3
@@ -260,27 +184,27 @@ async def test_another_objective_goes_on_with_versions_and_new_moments(
 
 
 async def test_resume_refuses_another_base_model(tmp_path: Path, model: Path) -> None:
-    write_records(tmp_path / "a", _records()[:2])
+    write_records(tmp_path / "a", episodes()[:2])
     fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
-    await train(_config(tmp_path, model, "r", **fields), asyncio.Event())
+    await train(run_config(tmp_path, model, "r", **fields), asyncio.Event())
     other = save_tiny_model(tmp_path / "other", "qwen3_5", seed=1)
     with pytest.raises(ConfigError, match="another base model"):
-        await train(_config(tmp_path, other, "r", **fields), asyncio.Event())
+        await train(run_config(tmp_path, other, "r", **fields), asyncio.Event())
 
 
 async def test_records_of_another_tokenizer_than_the_model_folder_s_are_refused(
     tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
 ) -> None:
     own = save_chat_tokenizer(Path(shutil.copytree(model, tmp_path / "model")))
-    other = [replace(record, tokenizer_hash="b" * 64) for record in _records()[:2]]
+    other = [replace(record, tokenizer_hash="b" * 64) for record in episodes()[:2]]
     write_records(tmp_path / "a", other)
     fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
     with pytest.raises(ConfigError, match="episode-0 was made with another tokenizer"):
-        await train(_config(tmp_path, own, "file", **fields), asyncio.Event())
-    for record in [*other, *(r for r in _records() if r.group_id == "group-1")]:
+        await train(run_config(tmp_path, own, "file", **fields), asyncio.Event())
+    for record in [*other, *(r for r in episodes() if r.group_id == "group-1")]:
         entry = {control.RECORD_FIELD: record_to_bytes(record)}
         await link.client.xadd(control.episodes_key("r"), entry)
-    config = _stream_config(tmp_path, own, "r", server.url).model_copy(update={"max_steps": 1})
+    config = stream_config(tmp_path, own, "r", server.url).model_copy(update={"max_steps": 1})
     await train(config, asyncio.Event())
     (line,) = read_metrics(config.folder / "metrics.jsonl")
     assert line["dropped/other_tokenizer"] == 2.0
@@ -288,9 +212,9 @@ async def test_records_of_another_tokenizer_than_the_model_folder_s_are_refused(
 
 
 async def test_second_trainer_of_a_run_is_refused(tmp_path: Path, model: Path) -> None:
-    write_records(tmp_path / "a", _records()[:2])
+    write_records(tmp_path / "a", episodes()[:2])
     fields: dict[str, Any] = {"objective": "sft", "batch": {"records": tmp_path / "a"}}
-    config = _config(tmp_path, model, "r", **fields)
+    config = run_config(tmp_path, model, "r", **fields)
     first, second = await asyncio.gather(
         train(config, asyncio.Event()), train(config, asyncio.Event()), return_exceptions=True
     )
@@ -312,23 +236,23 @@ async def _add(link: RedisLink, *records: EpisodeRecord) -> None:
 async def test_second_folder_of_a_run_is_refused_and_a_moved_one_goes_on(
     tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
 ) -> None:
-    first = _stream_config(tmp_path / "first", model, "r", server.url)
+    first = stream_config(tmp_path / "first", model, "r", server.url)
     ended = asyncio.Event()
     ended.set()
     await train(first, ended)
-    second = _stream_config(tmp_path / "second", model, "r", server.url)
+    second = stream_config(tmp_path / "second", model, "r", server.url)
     with pytest.raises(ConfigError, match=rf"another run folder.*{first.folder}.*new run name"):
         await train(second, asyncio.Event())
     first.run_folder.rename(tmp_path / "moved")
-    await train(_stream_config(tmp_path / "moved", model, "r", server.url), ended)
-    await train(_stream_config(tmp_path / "second", model, "other", server.url), ended)
+    await train(stream_config(tmp_path / "moved", model, "r", server.url), ended)
+    await train(stream_config(tmp_path / "second", model, "other", server.url), ended)
 
 
 async def test_redis_restart_between_steps_loses_nothing(
     tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
 ) -> None:
-    config = _stream_config(tmp_path, model, "r", server.url)
-    records = _records()
+    config = stream_config(tmp_path, model, "r", server.url)
+    records = episodes()
     await _add(link, *records[:6])
     training = asyncio.create_task(_train_until(config))
     metrics = config.folder / "metrics.jsonl"
@@ -352,7 +276,7 @@ async def test_redis_restart_between_steps_loses_nothing(
 async def test_permits_of_lost_groups_return(
     tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
 ) -> None:
-    config = _stream_config(tmp_path, model, "r", server.url)
+    config = stream_config(tmp_path, model, "r", server.url)
     batch = config.batch.model_copy(update={"group_deadline_s": 0.3})
     stop = asyncio.Event()
     training = asyncio.create_task(train(config.model_copy(update={"batch": batch}), stop))
@@ -366,7 +290,7 @@ async def test_permits_of_lost_groups_return(
         await asyncio.sleep(0.7)
         assert await permits(link, "r") == (22, 11)
         # One of them was only slow: its step grants nothing, for its permit has returned before.
-        await _add(link, *(r for r in _records() if r.group_id == "group-0"))
+        await _add(link, *(r for r in episodes() if r.group_id == "group-0"))
         metrics = config.folder / "metrics.jsonl"
         while not (metrics.exists() and read_metrics(metrics)):
             await asyncio.sleep(0.05)
@@ -378,7 +302,7 @@ async def test_permits_of_lost_groups_return(
 async def test_non_finite_steps_are_skipped_and_too_many_stop_the_run(
     tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
 ) -> None:
-    config = _stream_config(tmp_path, model, "r", server.url)
+    config = stream_config(tmp_path, model, "r", server.url)
     optim = config.optim.model_copy(update={"max_skipped": 2})
     for group in range(3):
         await _add(
