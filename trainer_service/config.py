@@ -48,6 +48,9 @@ class ModelOptions(Options):
     """Keep each layer's input alone and compute the layer again in the backward: the same gradients
     with less memory. SmolLM2-135M on the CPU in float32 peaked at 3.6 GiB in place of 7.1 for a
     strip of 2,048 tokens, and took a quarter longer."""
+    activation_tile_tokens: int = Field(default=16_384, ge=1)
+    """With activation_checkpointing, rows of a dense feed-forward part that the backward holds
+    activations of at once; nothing is computed more often for it."""
 
 
 class LoraSettings(Options):

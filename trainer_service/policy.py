@@ -24,7 +24,13 @@ from trainer_service.lora import (
     save_adapter,
     tensor_checksums,
 )
-from trainer_service.models import PackedTree, default_mount_layers, model_hooks, use_tree
+from trainer_service.models import (
+    PackedTree,
+    default_mount_layers,
+    model_hooks,
+    use_row_tiles,
+    use_tree,
+)
 from trainer_service.objectives.base import PackedLogprobs
 from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
 from trainer_service.strip import Strip
@@ -81,6 +87,7 @@ class Policy:
         adapter_path: str | Path | None = None,
         mount_layers: tuple[int, ...] | None = None,
         activation_checkpointing: bool = False,
+        activation_tile_tokens: int = 16_384,
     ) -> Policy:
         """Load a model folder.
 
@@ -92,6 +99,7 @@ class Policy:
             adapter_path: A stored adapter to go on with.
             mount_layers: Decoder layers that read mounts; None takes the architecture's own.
             activation_checkpointing: Keep one activation per layer and compute the rest again.
+            activation_tile_tokens: With it, rows of a dense feed-forward part in memory at once.
 
         Raises:
             ConfigError: No model in the folder, or an unknown dtype, device, architecture or LoRA
@@ -107,6 +115,7 @@ class Policy:
             adapter_path=adapter_path,
             mount_layers=mount_layers,
             activation_checkpointing=activation_checkpointing,
+            activation_tile_tokens=activation_tile_tokens,
         )
 
     @classmethod
@@ -119,6 +128,7 @@ class Policy:
         adapter_path: str | Path | None = None,
         mount_layers: tuple[int, ...] | None = None,
         activation_checkpointing: bool = False,
+        activation_tile_tokens: int = 16_384,
     ) -> Policy:
         """As `load`, of a Hugging Face model that is there already."""
         if activation_checkpointing:
@@ -127,6 +137,8 @@ class Policy:
             (new_name or model.gradient_checkpointing_enable)(
                 {"use_reentrant": False, "preserve_rng_state": False}
             )
+            row_modules = model_hooks(model.config.get_text_config()).row_modules
+            use_row_tiles(model, row_modules, activation_tile_tokens)
         adapter = None
         if lora is not None:
             hooks = model_hooks(model.config.get_text_config())

@@ -81,6 +81,7 @@ class RunState:
             adapter_path=found.adapter if found is not None else config.lora.adapter,
             mount_layers=config.model.mount_layers,
             activation_checkpointing=config.model.activation_checkpointing,
+            activation_tile_tokens=config.model.activation_tile_tokens,
         )
         run = cls(config, policy, store, found)
         if found is None and config.lora.adapter is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -22,15 +23,19 @@ class LiveBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count what it returns."""
+        """Run the operator and count what it made: a view of a weight is no new memory."""
+        self._count((args, kwargs), are_new=False)
         found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(each, torch.Tensor):
-                self._count(each.untyped_storage())
+        self._count(found, are_new=True)
         return found
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage._cdata, storage.nbytes()
+    def _count(self, values: Any, *, are_new: bool) -> None:
+        for each in tree_leaves(values):
+            if isinstance(each, torch.Tensor):
+                self._count_storage(each.untyped_storage(), are_new=are_new)
+
+    def _count_storage(self, storage: torch.UntypedStorage, *, are_new: bool) -> None:
+        place, size = storage._cdata, storage.nbytes() if are_new else 0
         if place in self._seen:
             return
         self._seen.add(place)

@@ -1,6 +1,7 @@
 """Per-architecture hooks: how a Hugging Face model computes a packed tree."""
 
 from trainer_service.models.registry import ModelHooks, default_mount_layers, model_hooks
+from trainer_service.models.row_tiles import use_row_tiles
 from trainer_service.models.tree_forward import TREE_ATTENTION, PackedTree, use_tree
 
 __all__ = [
@@ -9,5 +10,6 @@ __all__ = [
     "PackedTree",
     "default_mount_layers",
     "model_hooks",
+    "use_row_tiles",
     "use_tree",
 ]

@@ -26,6 +26,8 @@ class ModelHooks:
     """Names of the linear layers that get an adapter."""
     mixers: Mapping[str, MixerForward] = field(default_factory=dict)
     """Forward of each recurrent mixer, by class name; empty for pure attention."""
+    row_modules: tuple[str, ...] = ()
+    """Classes of the dense feed-forward parts, `[1, T, D]` to `[1, T, D]`, each row alone."""
     logits_divisor: str = ""
     """Name of the config value that divides the logits; empty where none does."""
 
@@ -35,12 +37,14 @@ class ModelHooks:
 
 
 _MODELS: dict[str, ModelHooks] = {
-    "llama": ModelHooks(lora_targets=_DENSE),
-    "qwen3": ModelHooks(lora_targets=_DENSE),
+    "llama": ModelHooks(lora_targets=_DENSE, row_modules=("LlamaMLP",)),
+    "qwen3": ModelHooks(lora_targets=_DENSE, row_modules=("Qwen3MLP",)),
     # Mixtures of experts: attention (and DeltaNet) alone, the router stays as it is.
     "qwen3_moe": ModelHooks(lora_targets=_ATTENTION),
     "qwen3_5_text": ModelHooks(
-        lora_targets=(*_DENSE, *_DELTA_NET), mixers={"Qwen3_5GatedDeltaNet": qwen3_5_forward}
+        lora_targets=(*_DENSE, *_DELTA_NET),
+        mixers={"Qwen3_5GatedDeltaNet": qwen3_5_forward},
+        row_modules=("Qwen3_5MLP",),
     ),
     "qwen3_5_moe_text": ModelHooks(
         lora_targets=(*_ATTENTION, *_DELTA_NET),
@@ -53,6 +57,7 @@ _MODELS: dict[str, ModelHooks] = {
     "granitemoehybrid": ModelHooks(
         lora_targets=(*_ATTENTION, "out_proj"),
         mixers={"GraniteMoeHybridMambaLayer": granite_forward},
+        row_modules=("GraniteMoeHybridMLP",),
         logits_divisor="logits_scaling",
     ),
 }
