@@ -6,6 +6,7 @@ slots, every run at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,38 +27,41 @@ def default_block_t(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """What the delta rule adds to a decaying sum of outer products; README.md names it."""
+def checked_block_t(chunk_size: int | None, key: torch.Tensor, dtype: torch.dtype) -> int:
+    """Rows per chunk of a scan of values of `dtype`.
 
-    value: torch.Tensor
-    """`[T, H, V]`."""
-    beta: torch.Tensor
-    """`[T, H]`."""
-    inverse: torch.Tensor
-    """X by row, `[T, H, BLOCK_T]`."""
-    reads: torch.Tensor
-    """W, `[T, H, K]`."""
+    Raises:
+        ValueError: A chunk size or key dimension that the kernels don't know.
+    """
+    block_t = chunk_size or default_block_t(dtype)
+    if block_t not in BLOCK_SIZES:
+        raise ValueError(f"chunk_size {block_t}; allowed on this device: {BLOCK_SIZES}")
+    if key.shape[2] > MAX_KEY_DIM:
+        raise ValueError(
+            f"key dimension {key.shape[2]}; allowed in the kernels: 1 to {MAX_KEY_DIM}"
+        )
+    return block_t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Of one scan; those of the delta rule's value and beta are None without it."""
+    """Of one scan."""
 
     query: torch.Tensor
-    """By head, `[T, H, K]`."""
+    """`[T, HK, K]`."""
     key: torch.Tensor
-    """By head, `[T, H, K]`."""
+    """`[T, HK, K]`."""
     new_values: torch.Tensor
     """`[T, H, V]`."""
     log_decay: torch.Tensor
     """`[T, H]` float32."""
     initial_states: torch.Tensor
     """`[roots, H, K, V]` float32."""
-    value: torch.Tensor | None
-    """`[T, H, V]`."""
-    beta: torch.Tensor | None
-    """`[T, H]` float32."""
+
+
+AddLocal = Callable[[ChainGroup, torch.Tensor, torch.Tensor, Gradients], None]
+"""Given a group, the states before its chunks, `[chunks, H, K, V]`, its keys' gradient by head,
+`[rows, H, K]`, and the gradients of all rows: adds what the caller alone knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +126,14 @@ class ChainScan:
         new_values: torch.Tensor,
         reads: torch.Tensor | None,
         initial_states: torch.Tensor | None,
+        skip: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs, `[T, H, V]`, and kept states, `[slots, H, K, V]` float32.
 
         Args:
             new_values: N. With `reads`, U, over which N is written.
             reads: W of the delta rule; None without it.
+            skip: Values, `[T, H, V]`, and their weights, `[H]`, to add to the outputs.
         """
         out = self.empty(self.rows, self.value_dim)
         slots = self.empty(self.chains.num_slots, self.key_dim, self.value_dim, dtype=torch.float32)
@@ -160,10 +166,12 @@ class ChainScan:
                 sums,
                 states,
                 new_values,
+                *(skip or (new_values, sums)),
                 out,
                 *self.chunks,
                 group.first_chunk,
                 self.scale,
+                SKIP=skip is not None,
             )
         return out, slots
 
@@ -173,13 +181,19 @@ class ChainScan:
         key: torch.Tensor,
         sums: torch.Tensor,
         new_values: torch.Tensor,
-        delta: Delta | None,
+        reads: torch.Tensor | None,
         slots: torch.Tensor,
         dout: torch.Tensor,
         dends: torch.Tensor,
+        add_local: AddLocal | None = None,
     ) -> Gradients:
-        """Gradients of one scan from those of its outputs and end states."""
-        found = self._gradients(delta is not None)
+        """Gradients of one scan from those of its outputs and end states, N held fixed.
+
+        Args:
+            reads: W of the delta rule, by which N depends on the states; None without it.
+            add_local: Called for each group, last group first.
+        """
+        found = self._gradients()
         self.launch(
             kernels.chain_scan_bwd_kernel_dn,
             "dn",
@@ -198,10 +212,11 @@ class ChainScan:
             self.chains.num_chains, self.key_dim, self.value_dim, dtype=torch.float32
         )
         states, dstates = self._states(), self._states()
+        by_head = [self.empty(self.chains.most_rows, self.key_dim) for _ in range(2)]
         for group in reversed(self.chains.groups):
             for level in reversed(group.levels):
                 self._walk_back(
-                    query, key, sums, delta, dout, dslots, dstates, found, dchains, level, group
+                    query, key, sums, reads, dout, dslots, dstates, found, dchains, level, group
                 )
             self._walk(
                 key,
@@ -219,9 +234,30 @@ class ChainScan:
                 KEEP=False,
                 DELTA=False,
             )
-            self._local_gradients(
-                query, key, sums, new_values, delta, states, dout, dstates, found, group
+            self.launch(
+                kernels.chain_scan_bwd_kernel_dqk,
+                "dqk",
+                group.num_chunks * self.heads,
+                query,
+                key,
+                sums,
+                states,
+                new_values,
+                dout,
+                dstates,
+                *by_head,
+                found.log_decay,
+                *self.chunks,
+                group.first_row,
+                group.first_chunk,
+                self.scale,
             )
+            if add_local is not None:
+                add_local(group, states, by_head[1], found)
+            rows = slice(group.first_row, group.first_row + group.num_rows)
+            for grad, each in zip((found.query, found.key), by_head, strict=True):
+                grouped = each[: group.num_rows].unflatten(1, (self.key_heads, -1))
+                torch.sum(grouped, 2, out=grad[rows])
         found.initial_states.copy_(dchains[self.chains.root_chains])
         return found
 
@@ -235,7 +271,7 @@ class ChainScan:
         query: torch.Tensor,
         key: torch.Tensor,
         sums: torch.Tensor,
-        delta: Delta | None,
+        reads: torch.Tensor | None,
         dout: torch.Tensor,
         dslots: torch.Tensor,
         dstates: torch.Tensor,
@@ -252,7 +288,7 @@ class ChainScan:
             query,
             key,
             sums,
-            key if delta is None else delta.reads,
+            key if reads is None else reads,
             dout,
             dslots,
             dstates,
@@ -265,61 +301,18 @@ class ChainScan:
             self.chains.slot_chains,
             group.first_chunk,
             self.scale,
-            DELTA=delta is not None,
+            DELTA=reads is not None,
         )
 
-    def _local_gradients(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        sums: torch.Tensor,
-        new_values: torch.Tensor,
-        delta: Delta | None,
-        states: torch.Tensor,
-        dout: torch.Tensor,
-        dstates: torch.Tensor,
-        found: Gradients,
-        group: ChainGroup,
-    ) -> None:
-        """All that is local to the chunks of `group`."""
-        unused = sums
-        self.launch(
-            kernels.chain_scan_bwd_kernel_dqk,
-            "dqk",
-            group.num_chunks * self.heads,
-            query,
-            key,
-            unused if delta is None else delta.value,
-            unused if delta is None else delta.beta,
-            sums,
-            unused if delta is None else delta.inverse,
-            states,
-            new_values,
-            dout,
-            dstates,
-            found.new_values,
-            found.query,
-            found.key,
-            unused if found.value is None else found.value,
-            found.log_decay,
-            unused if found.beta is None else found.beta,
-            *self.chunks,
-            group.first_chunk,
-            self.scale,
-            DELTA=delta is not None,
-        )
-
-    def _gradients(self, with_delta: bool) -> Gradients:
+    def _gradients(self) -> Gradients:
         return Gradients(
-            query=self.empty(self.rows, self.key_dim),
-            key=self.empty(self.rows, self.key_dim),
+            query=self.empty(self.rows, self.key_dim, heads=self.key_heads),
+            key=self.empty(self.rows, self.key_dim, heads=self.key_heads),
             new_values=self.empty(self.rows, self.value_dim),
             log_decay=self.empty(self.rows, dtype=torch.float32),
             initial_states=self.empty(
                 len(self.chains.root_chains), self.key_dim, self.value_dim, dtype=torch.float32
             ),
-            value=self.empty(self.rows, self.value_dim) if with_delta else None,
-            beta=self.empty(self.rows, dtype=torch.float32) if with_delta else None,
         )
 
     def _states(self) -> torch.Tensor:
@@ -366,23 +359,28 @@ class ChainScan:
             "num_stages": num_stages,
         }
 
-    def empty(self, first: int, *rest: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Fresh memory, `[first, H, *rest]`."""
-        return torch.empty(first, self.heads, *rest, dtype=dtype or self.dtype, device=self.device)
+    def empty(
+        self, first: int, *rest: int, heads: int = 0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Fresh memory, `[first, H or other heads, *rest]`."""
+        shape = (first, heads or self.heads, *rest)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
 
 _FAST = {
     "sums": (16, 4, 1),
     "solve": (16, 4, 1),
     "apply": (64, 4, 1),
+    "written": (64, 4, 1),
     "state": (32, 4, 3),
     "out": (64, 4, 2),
     "dn": (64, 4, 2),
     "dstate": (32, 4, 3),
     "dqk": (64, 8, 2),
+    "system": (64, 8, 2),
 }
 """Kernel -> BLOCK_V, warps, stages, of 16-bit values."""
-_EXACT = {name: (32, 8 if name == "dqk" else 4, 1) for name in _FAST}
+_EXACT = {name: (32, 8 if name in ("dqk", "system") else 4, 1) for name in _FAST}
 """The same of float32: more than one stage would not fit in shared memory."""
 
 

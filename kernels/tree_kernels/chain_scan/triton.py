@@ -137,6 +137,8 @@ def chain_scan_fwd_kernel_out(
     sums,
     states,
     new_values,
+    skipped,
+    skip,
     out,
     chunk_begins,
     chunk_lengths,
@@ -149,9 +151,13 @@ def chain_scan_fwd_kernel_out(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SKIP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Outputs of one chunk from the state before it and the values that it writes."""
+    """Outputs of one chunk from the state before it and the values that it writes.
+
+    With SKIP, what `skipped` holds is added, times `skip` of the head.
+    """
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     head = (pid // NV) % H
@@ -177,7 +183,11 @@ def chain_scan_fwd_kernel_out(
     scores = scores * decay_between(c, BLOCK_T, False, False)
     result = tl.dot(q, state, input_precision=PRECISION) * tl.exp(c.to(tl.float32))[:, None]
     result += tl.dot(scores.to(new.dtype), new, input_precision=PRECISION)
-    tl.store(out + v_at, (result * scale).to(out.dtype.element_ty), mask=v_real)
+    result = result * scale
+    if SKIP:
+        x = tl.load(skipped + v_at, mask=v_real, other=0.0).to(tl.float32)
+        result += x * tl.load(skip + head).to(tl.float32)
+    tl.store(out + v_at, result.to(out.dtype.element_ty), mask=v_real)
 
 
 @triton.jit
@@ -323,22 +333,17 @@ def chain_scan_bwd_kernel_state(
 def chain_scan_bwd_kernel_dqk(
     query,
     key,
-    value,
-    beta,
     sums,
-    inverse,
     states,
     new_values,
     dout,
     dstates,
-    dnew_values,
     dquery,
     dkey,
-    dvalue,
     ddecay,
-    dbeta,
     chunk_begins,
     chunk_lengths,
+    first_row,
     first_chunk,
     scale,
     HK: tl.constexpr,
@@ -348,10 +353,9 @@ def chain_scan_bwd_kernel_dqk(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of q and k by head and of the log decay of one chunk; DELTA's of v and beta too."""
+    """Gradients of q and k by head and of the log decay of one chunk, N held fixed."""
     pid = tl.program_id(0)
     head = pid % H
     place = (pid // H).to(tl.int64)
@@ -364,20 +368,13 @@ def chain_scan_bwd_kernel_dqk(
     k_real = real[:, None] & (dim < K)[None, :]
     state_at = (place * H + head) * K * V + dim[None, :] * V
 
-    # Products over the value dimension. Those that are needed transposed are computed so: Triton
+    # Products over the value dimension. The one that is needed transposed is computed so: Triton
     # 3.4 to 3.7 may miscompile the transpose of a product as an operand on Hopper.
     do_n = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     n_do = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     dq = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     dk = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     dlast = tl.zeros([BLOCK_K], tl.float32)
-    if DELTA:
-        dn_n = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-        n_dn = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-        dn_s = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-        db = tl.zeros([BLOCK_T], tl.float32)
-        b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
-        x_t = tl.load(inverse + at[None, :] * BLOCK_T + row[:, None], mask=real[None, :], other=0.0)
     for first in range(0, V, BLOCK_V):
         column = first + tl.arange(0, BLOCK_V)
         v_at = at[:, None] * V + column[None, :]
@@ -392,53 +389,30 @@ def chain_scan_bwd_kernel_dqk(
         dq += tl.dot(do, state, input_precision=PRECISION)
         dk += tl.dot(new, dstate, input_precision=PRECISION)
         dlast += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-        if DELTA:
-            dnew = tl.load(dnew_values + v_at, mask=v_real, other=0.0)
-            v = tl.load(value + v_at, mask=v_real, other=0.0).to(tl.float32)
-            dn_n += tl.dot(dnew, tl.trans(new), input_precision=PRECISION)
-            n_dn += tl.dot(new, tl.trans(dnew), input_precision=PRECISION)
-            dn_s += tl.dot(dnew, state, input_precision=PRECISION)
-            y = tl.dot(x_t, dnew, input_precision=PRECISION)
-            db += tl.sum(y * v, 1)
-            tl.store(dvalue + v_at, (y * b[:, None]).to(dvalue.dtype.element_ty), mask=v_real)
 
     c = tl.load(sums + (begin + tl.minimum(row, length - 1)) * H + head)
     c_last = tl.load(sums + (begin + length - 1) * H + head)
-    from_start = tl.exp(c.to(tl.float32))
     k_at = ((begin + row) * HK + head // (H // HK))[:, None] * K + dim[None, :]
     q = tl.load(query + k_at, mask=k_real, other=0.0)
     k = tl.load(key + k_at, mask=k_real, other=0.0)
-    wide_k = k.to(tl.float32)
-    dscores = do_n * decay_between(c, BLOCK_T, False, False) * scale
-    dscores_t = n_do * decay_between(c, BLOCK_T, False, True) * scale
-    dq = dq * (from_start * scale)[:, None]
+    # A row's own part of dq and dk cancels in dc: it is added behind.
+    own = tl.sum(tl.where(row[:, None] == row[None, :], do_n, 0.0), 1) * scale
+    dscores = do_n * decay_between(c, BLOCK_T, True, False) * scale
+    dq = dq * (tl.exp(c.to(tl.float32)) * scale)[:, None]
     dq += tl.dot(dscores.to(k.dtype), k, input_precision=PRECISION)
-    q_at = at[:, None] * K + dim[None, :]
-    tl.store(dquery + q_at, dq.to(dquery.dtype.element_ty), mask=k_real)
     dc = tl.sum(q.to(tl.float32) * dq, 1)
+    dq += own[:, None] * k.to(tl.float32)
+    q_at = (at - first_row * H)[:, None] * K + dim[None, :]
+    tl.store(dquery + q_at, dq.to(dquery.dtype.element_ty), mask=k_real)
 
     # As the state behind the chunk reads the key, then as later rows do.
     dk = dk * tl.exp((c_last - c).to(tl.float32))[:, None]
-    end = tl.sum(tl.sum(wide_k * dk, 1), 0)
+    end = tl.sum(tl.sum(k.to(tl.float32) * dk, 1), 0)
     end += tl.sum(dlast, 0) * tl.exp(c_last.to(tl.float32))
+    dscores_t = n_do * decay_between(c, BLOCK_T, True, True) * scale
     dk += tl.dot(dscores_t.to(q.dtype), q, input_precision=PRECISION)
-    if DELTA:
-        # The system A, by the later row and by the earlier one.
-        x = tl.load(inverse + at[:, None] * BLOCK_T + row[None, :], mask=real[:, None], other=0.0)
-        dsystem = tl.dot(x_t, dn_n.to(x_t.dtype), input_precision=PRECISION)
-        dsystem = -dsystem * decay_between(c, BLOCK_T, True, False)
-        dsystem_t = tl.dot(n_dn.to(x.dtype), x, input_precision=PRECISION)
-        dsystem_t = -dsystem_t * decay_between(c, BLOCK_T, True, True) * b[None, :]
-        dk += tl.dot(dsystem_t.to(k.dtype), k, input_precision=PRECISION)
-        dread = tl.dot(x_t, dn_s.to(x_t.dtype), input_precision=PRECISION) * -from_start[:, None]
-        dread += tl.dot(dsystem.to(k.dtype), k, input_precision=PRECISION)
-        along = tl.sum(wide_k * dread, 1)
-        tl.store(dbeta + at, db + along, mask=real)
-        dc += along * b
-        dc -= tl.sum(wide_k * dk, 1)
-        dk += dread * b[:, None]
-    else:
-        dc -= tl.sum(wide_k * dk, 1)
+    dc -= tl.sum(k.to(tl.float32) * dk, 1)
+    dk += own[:, None] * q.to(tl.float32)
     tl.store(dkey + q_at, dk.to(dkey.dtype.element_ty), mask=k_real)
     dg = tl.sum(tl.where(row[None, :] >= row[:, None], dc[None, :], 0.0), 1) + end
     tl.store(ddecay + at, dg, mask=real)

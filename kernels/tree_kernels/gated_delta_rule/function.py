@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tree_kernels.chain_scan import BLOCK_SIZES, MAX_KEY_DIM, ChainScan, Delta, default_block_t
+from tree_kernels.chain_scan import ChainScan, Gradients, checked_block_t
 from tree_kernels.gated_delta_rule import triton as kernels
 from tree_kernels.layout import ChainTable, TreeLayout
+from tree_kernels.layout.chains import ChainGroup
 
 
 def chain_scan(
@@ -30,13 +31,7 @@ def chain_scan(
     Raises:
         ValueError: A chunk size or key dimension that the kernels don't know.
     """
-    block_t = chunk_size or default_block_t(value.dtype)
-    if block_t not in BLOCK_SIZES:
-        raise ValueError(f"chunk_size {block_t}; allowed on this device: {BLOCK_SIZES}")
-    if key.shape[2] > MAX_KEY_DIM:
-        raise ValueError(
-            f"key dimension {key.shape[2]}; allowed in the kernels: 1 to {MAX_KEY_DIM}"
-        )
+    block_t = checked_block_t(chunk_size, key, value.dtype)
     chains = layout.chains(block_t, end_nodes)
     with torch.cuda.device_of(value):
         return _ChainScan.apply(query, key, value, log_decay, beta, initial_states, chains, block_t)
@@ -77,22 +72,44 @@ class _ChainScan(torch.autograd.Function):
         query, key, value, beta, sums, inverse, new_values, slots = ctx.saved_tensors
         scan: ChainScan = ctx.scan
         reads = _apply(scan, key, value, beta, sums, inverse, None)
-        delta = Delta(value=value, beta=beta, inverse=inverse, reads=reads)
-        found = scan.backward(
-            query, key, sums, new_values, delta, slots, grads[0].contiguous(), grads[1]
-        )
-        by_key_head = [
-            grad.unflatten(1, (scan.key_heads, -1)).sum(2) for grad in (found.query, found.key)
-        ]
-        dquery, dkey, ddecay, dbeta = (
-            None if grad is None else grad.to(dtype)
-            for grad, dtype in zip(
-                (*by_key_head, found.log_decay, found.beta), ctx.types, strict=True
+        dvalue = scan.empty(scan.rows, scan.value_dim)
+        dbeta = scan.empty(scan.rows, dtype=torch.float32)
+
+        def add_local(
+            group: ChainGroup, states: torch.Tensor, dkey: torch.Tensor, found: Gradients
+        ) -> None:
+            scan.launch(
+                kernels.gated_delta_rule_bwd_kernel_system,
+                "system",
+                group.num_chunks * scan.heads,
+                key,
+                value,
+                beta,
+                sums,
+                inverse,
+                states,
+                new_values,
+                found.new_values,
+                dkey,
+                dvalue,
+                found.log_decay,
+                dbeta,
+                *scan.chunks,
+                group.first_row,
+                group.first_chunk,
             )
+
+        dout, dends = grads
+        found = scan.backward(
+            query, key, sums, new_values, reads, slots, dout.contiguous(), dends, add_local
+        )
+        dlike = (found.query, found.key, found.log_decay, dbeta)
+        dquery, dkey, ddecay, dbeta = (
+            grad.to(dtype) for grad, dtype in zip(dlike, ctx.types, strict=True)
         )
         initial_type = ctx.initial_type
         dinitial = None if initial_type is None else found.initial_states.to(initial_type)
-        return dquery, dkey, found.value, ddecay, dbeta, dinitial, None, None
+        return dquery, dkey, dvalue, ddecay, dbeta, dinitial, None, None
 
 
 def _solve(

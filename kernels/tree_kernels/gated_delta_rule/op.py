@@ -75,7 +75,7 @@ def tree_gated_delta_rule_with_states(
         ValueError: As `tree_gated_delta_rule`; states or nodes that are not the layout's.
     """
     _check_inputs(query, key, value, log_decay, beta, layout.num_tokens)
-    _check_states(initial_states, end_nodes, key, value, layout)
+    check_states(initial_states, end_nodes, key, value, layout)
     return _implementation(key, value)(
         query,
         key,
@@ -124,13 +124,18 @@ def _check_inputs(
         )
 
 
-def _check_states(
+def check_states(
     initial_states: torch.Tensor | None,
     end_nodes: Sequence[int],
     key: torch.Tensor,
     value: torch.Tensor,
     layout: TreeLayout,
 ) -> None:
+    """Refuse states and nodes that are not those of `layout` and of these heads.
+
+    Raises:
+        ValueError: Names what does not fit.
+    """
     wanted = (int((layout.parents < 0).sum()), value.shape[1], key.shape[2], value.shape[2])
     if initial_states is not None and initial_states.shape != wanted:
         raise ValueError(f"initial_states {tuple(initial_states.shape)}; allowed: {wanted}")

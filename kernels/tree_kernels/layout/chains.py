@@ -24,8 +24,10 @@ rows, states and their gradients take 2 GiB."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainGroup:
-    """Consecutive chunks whose states stand in memory together."""
+    """Consecutive rows and chunks whose states stand in memory together."""
 
+    first_row: int
+    num_rows: int
     first_chunk: int
     num_chunks: int
     levels: tuple[torch.Tensor, ...]
@@ -101,6 +103,11 @@ class ChainTable:
         """Chunks of the largest group."""
         return max(group.num_chunks for group in self.groups)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest group."""
+        return max(group.num_rows for group in self.groups)
+
 
 @dataclass(slots=True)
 class _Run:
@@ -148,6 +155,8 @@ def build_chains(layout: TreeLayout, size: int, end_nodes: tuple[int, ...]) -> C
         end_slots=tensor([slot_of[node] for node in end_nodes]),
         groups=tuple(
             ChainGroup(
+                first_row=runs[members[0]].begin,
+                num_rows=runs[members[-1]].end - runs[members[0]].begin,
                 first_chunk=runs[members[0]].chunk,
                 num_chunks=sum(-(-(runs[m].end - runs[m].begin) // size) for m in members),
                 levels=tuple(tensor(level) for level in levels),

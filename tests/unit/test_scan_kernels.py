@@ -1,0 +1,93 @@
+"""The Triton kernels of both recurrences in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scan_cases import CASES, OPERATORS, SOAK_CASES, ScanCase
+
+LIMIT = 3e-6
+"""Relative RMS error in float32."""
+LOOSE = {"forgetful", "one_node_63", "chain"}
+"""Cases in which almost nothing depends on `a`: its gradient is what cancels."""
+ROOT = Path(__file__).parents[2]
+GRADIENTS = {
+    "gated_delta_rule": {"d_query", "d_key", "d_value", "d_log_decay", "d_beta"},
+    "ssd": {"d_x", "d_dt", "d_a", "d_b", "d_c"},
+}
+
+
+def _interpreted(*args: str) -> dict[str, Any]:
+    """What the cases give in the interpreter; this process may have Triton without it."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        # Threads cost more than these sizes give them to do.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
+    }
+    command = [sys.executable, "-m", "tests.scan_cases", *args]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def _assert_equal(errors: dict[str, float], operator: str, name: str, case: ScanCase) -> None:
+    assert {"out"} | GRADIENTS[operator] <= set(errors)
+    assert ("ends" in errors) is bool(case.end_nodes)
+    assert ("d_initial_states" in errors) is case.with_initial
+    limits = {"d_a": 1e-4} if name in LOOSE else {}
+    assert {t: error for t, error in errors.items() if not error <= limits.get(t, LIMIT)} == {}
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return _interpreted()
+
+
+def _pairs(cases: Iterable[str]) -> list[tuple[str, str]]:
+    return [(operator, name) for operator in OPERATORS for name in cases]
+
+
+@pytest.mark.parametrize(("operator", "name"), _pairs(CASES))
+def test_kernels_equal_naive(report: dict[str, Any], operator: str, name: str) -> None:
+    _assert_equal(report[operator]["errors"][name], operator, name, CASES[name])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_two_runs_give_the_same_bits(report: dict[str, Any], operator: str) -> None:
+    assert report[operator]["unrepeated"] == []
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_changed_branch_leaves_its_siblings_alone(report: dict[str, Any], operator: str) -> None:
+    assert report[operator]["changed_nodes"] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_tree_equals_each_of_its_branches(report: dict[str, Any], operator: str) -> None:
+    assert len(report[operator]["branches"]) == 5
+    assert max(report[operator]["branches"]) <= LIMIT
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_self_test_passes_where_the_kernels_run(report: dict[str, Any], operator: str) -> None:
+    assert report[operator]["works"] is True
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1300)
+def test_kernels_equal_naive_on_long_nodes_deep_and_wide_trees() -> None:
+    found = _interpreted("soak")
+    for operator, name in _pairs(SOAK_CASES):
+        _assert_equal(found[operator]["errors"][name], operator, name, SOAK_CASES[name])
