@@ -13,7 +13,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from tests.tree_cases import TreeCase
-from tests.unit.test_tree_layout import tree_cases
+from tests.unit.test_tree_layout import seen_by_parts, tree_cases
 from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces, heavy_first_order
 from tree_kernels.layout.plan import carried_states, dependency_order
 
@@ -115,26 +115,17 @@ def test_mounted_node_is_computed_before_a_reader_that_precedes_it() -> None:
 
 
 @pytest.mark.parametrize("mounted", [False, True])
-@given(case=acyclic_cases(), limit=st.integers(1, 9), size=st.sampled_from([1, 4, 64]))
-@settings(max_examples=40, deadline=None)
+@given(case=acyclic_cases(), limit=st.integers(1, 9))
+@settings(max_examples=80, deadline=None)
 @seed(4)
-def test_tiles_of_a_piece_show_each_visible_key_exactly_once(
-    mounted: bool, case: TreeCase, limit: int, size: int
+def test_parts_of_a_piece_show_each_visible_key_exactly_once(
+    mounted: bool, case: TreeCase, limit: int
 ) -> None:
     visible = case.visible(mounted=mounted).long()
     for rows in cut_pieces(case.layout, limit):
         piece = PieceLayout(case.layout, rows)
-        tiles = piece.tiles(mounted=mounted, size=size)
         keys = np.concatenate([piece.seen_rows, rows])
-        counts = torch.zeros(len(rows), len(keys), dtype=torch.int64)
-        flat = 0
-        for batch in tiles.batches:
-            mask = batch.mask().long()
-            for index, row in enumerate(tiles.slots.tolist()):
-                tile, place = divmod(row - flat, size)
-                if 0 <= tile < len(mask):
-                    counts[index].index_add_(0, batch.key_rows[tile], mask[tile, place])
-            flat += batch.query_rows.numel()
+        counts = seen_by_parts(piece.parts(mounted=mounted), len(rows), len(keys))
         assert torch.equal(counts, visible[rows][:, keys])
 
 

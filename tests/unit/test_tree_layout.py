@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tree_cases import TreeCase, random_case, strip_order
-from tree_kernels.layout import AttentionTiles, TreeLayout, heavy_first_order
+from tree_kernels.layout import AttentionParts, TreeLayout, heavy_first_order
 
 
 @st.composite
@@ -27,31 +27,29 @@ def tree_cases(draw: st.DrawFn, max_nodes: int = 12, max_length: int = 9) -> Tre
     return TreeCase(parents, lengths, mounts)
 
 
-def seen_by_tiles(tiles: AttentionTiles, total: int) -> torch.Tensor:
-    """How often each row sees each key, `[T, T]`, real rows alone."""
-    counts = torch.zeros(total, total, dtype=torch.int64)
-    offset = 0
-    for batch in tiles.batches:
-        mask = batch.mask()
-        num_tiles, size = batch.query_rows.shape
-        for tile in range(num_tiles):
-            for place in range(size):
-                row = int(batch.query_rows[tile, place])
-                if int(tiles.slots[row]) != offset + tile * size + place:
-                    continue
-                counts[row].index_add_(0, batch.key_rows[tile], mask[tile, place].long())
-        offset += num_tiles * size
+def seen_by_parts(parts: AttentionParts, num_queries: int, num_keys: int) -> torch.Tensor:
+    """How often each row sees each key, `[num_queries, num_keys]`."""
+    counts = torch.zeros(num_queries, num_keys, dtype=torch.int64)
+    for index, (rows, columns) in enumerate(zip(parts.queries, parts.keys, strict=True)):
+        block = counts[slice(*rows), slice(*columns)]
+        assert block.numel() > 0
+        if index < parts.num_squares:
+            assert block.shape[0] == block.shape[1]
+            block += torch.ones_like(block).tril()
+        else:
+            block += 1
     return counts
 
 
 @pytest.mark.parametrize("mounted", [False, True])
-@pytest.mark.parametrize("size", [1, 4, 64])
 @given(case=tree_cases())
-@settings(max_examples=40, deadline=None)
-def test_tiles_show_each_visible_key_exactly_once(case: TreeCase, mounted: bool, size: int) -> None:
-    tiles = case.layout.tiles(mounted=mounted, size=size)
-    counts = seen_by_tiles(tiles, sum(case.lengths))
-    assert torch.equal(counts, case.visible(mounted=mounted).long())
+@settings(max_examples=100, deadline=None)
+def test_parts_show_each_visible_key_exactly_once(case: TreeCase, mounted: bool) -> None:
+    parts = case.layout.parts(mounted=mounted)
+    total = sum(case.lengths)
+    visible = case.visible(mounted=mounted).long()
+    assert torch.equal(seen_by_parts(parts, total, total), visible)
+    assert parts.num_pairs == visible.sum()
 
 
 @given(case=tree_cases())
@@ -127,12 +125,16 @@ def test_heavy_first_keeps_chains_together_and_light_depth_low() -> None:
         assert max(light_depth.values()) <= math.log2(num_leaves[0])
 
 
-def test_memory_grows_with_paths_and_not_with_the_square_of_the_strip() -> None:
-    episodes = 40
-    parents = [node for e in range(episodes) for node in (-1, 3 * e, 3 * e)]
-    layout = TreeLayout.build(parents, [100, 50, 50] * episodes)
-    assert layout.num_tokens == 8000
-    assert layout.tiles(mounted=False, size=64).num_cells < 8000 * 400
+def test_rows_off_a_long_chain_are_in_few_rectangles() -> None:
+    # A comb: each of 256 nodes of the chain has one leaf beside the next node.
+    nodes = 256
+    parents = [*range(-1, nodes - 1), *range(nodes - 2, -1, -1)]
+    parts = TreeLayout.build(parents, [3] * len(parents)).parts(mounted=False)
+    assert len(parts.queries) == 2 * nodes - 1
+    counts = np.zeros(3 * len(parents), dtype=np.int64)
+    for begin, end in parts.queries[parts.num_squares :]:
+        counts[begin:end] += 1
+    assert counts.max() <= math.log2(nodes) + 1
 
 
 def test_a_span_that_the_whole_subtree_sees_is_one_rectangle() -> None:
@@ -162,7 +164,7 @@ def test_build_refuses_what_is_no_strip(
 def test_layout_tables_are_built_once_and_follow_the_device() -> None:
     layout = random_case(np.random.default_rng(0), 50, 8).layout
     assert layout.chunks(16) is layout.chunks(16)
-    assert layout.tiles(mounted=True) is layout.tiles(mounted=True)
+    assert layout.parts(mounted=True) is layout.parts(mounted=True)
     assert layout.to("cpu") is layout
     moved = layout.to("meta")
     assert moved.chunks(16).rows.device.type == "meta"

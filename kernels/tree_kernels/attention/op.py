@@ -1,10 +1,10 @@
-"""Checks of tree attention's arguments; the computation is `naive.py`'s."""
+"""Checks of tree attention's arguments, and the choice of what computes it."""
 
 from __future__ import annotations
 
 import torch
 
-from tree_kernels.attention.naive import naive_tree_attention
+from tree_kernels.attention.host import host_tree_attention
 from tree_kernels.layout import Layout
 
 
@@ -47,4 +47,4 @@ def tree_attention(
             f"query heads {tuple(query.shape[1:])} are no multiple of key heads "
             f"{tuple(key.shape[1:])}"
         )
-    return naive_tree_attention(query, key, value, layout, scale=scale, mounted=mounted)
+    return host_tree_attention(query, key, value, layout.parts(mounted=mounted), scale)

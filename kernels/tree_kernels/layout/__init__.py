@@ -1,24 +1,23 @@
-"""Where the rows of a packed tree stand: order, visibility, chunks, tiles."""
+"""Where the rows of a packed tree stand: order, visibility, chunks, parts of attention."""
 
 from tree_kernels.layout.chains import ChainTable
 from tree_kernels.layout.chunks import ChunkTable
 from tree_kernels.layout.order import heavy_first_order
+from tree_kernels.layout.parts import AttentionParts
 from tree_kernels.layout.piece import PieceLayout, places
 from tree_kernels.layout.plan import cut_pieces
-from tree_kernels.layout.tiles import AttentionTiles, TileBatch
 from tree_kernels.layout.tree import MountRectangle, TreeLayout
 
 Layout = TreeLayout | PieceLayout
 """What the operators compute."""
 
 __all__ = [
-    "AttentionTiles",
+    "AttentionParts",
     "ChainTable",
     "ChunkTable",
     "Layout",
     "MountRectangle",
     "PieceLayout",
-    "TileBatch",
     "TreeLayout",
     "cut_pieces",
     "heavy_first_order",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from tree_kernels.layout.tiles import AttentionTiles, build_tiles, default_tile_size
+from tree_kernels.layout.parts import AttentionParts, build_parts
 from tree_kernels.layout.tree import TreeLayout, conv_windows
 
 Table = TypeVar("Table")
@@ -92,16 +92,13 @@ class PieceLayout:
         rows, windows = conv_windows(places(self._row_parents[taken], taken), width)
         return self.tree.tensor(rows), self.tree.tensor(windows)
 
-    def tiles(self, *, mounted: bool, size: int | None = None) -> AttentionTiles:
-        """Query tiles of `size` rows; keys count `seen_rows` and then `rows`."""
-        size = size or default_tile_size(self.num_tokens)
+    def parts(self, *, mounted: bool) -> AttentionParts:
+        """What attention computes; keys count `seen_rows` and then `rows`."""
         mounted = mounted and bool(self._strip.mounts)
         keys = np.concatenate([self.seen_rows, self.rows])
         return self._cached(
-            ("tiles", mounted, size),
-            lambda: build_tiles(
-                self._strip, mounted=mounted, size=size, queries=self.rows, keys=keys
-            ),
+            ("parts", mounted),
+            lambda: build_parts(self._strip, mounted=mounted, queries=self.rows, keys=keys),
         )
 
     def forget_tables(self) -> None:

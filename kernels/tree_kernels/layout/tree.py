@@ -14,7 +14,7 @@ import torch
 
 from tree_kernels.layout.chains import ChainTable, build_chains
 from tree_kernels.layout.chunks import ChunkTable, build_chunks, default_chunk_size
-from tree_kernels.layout.tiles import AttentionTiles, build_tiles, default_tile_size
+from tree_kernels.layout.parts import AttentionParts, build_parts
 
 Table = TypeVar("Table")
 
@@ -129,13 +129,10 @@ class TreeLayout:
         nodes = tuple(end_nodes)
         return self._cached(("chains", size, nodes), lambda: build_chains(self, size, nodes))
 
-    def tiles(self, *, mounted: bool, size: int | None = None) -> AttentionTiles:
-        """Query tiles of `size` rows with the keys that they see, mounts included if `mounted`."""
-        size = size or default_tile_size(self.num_tokens)
+    def parts(self, *, mounted: bool) -> AttentionParts:
+        """What attention computes, mounts included if `mounted`."""
         mounted = mounted and bool(self.mounts)
-        return self._cached(
-            ("tiles", mounted, size), lambda: build_tiles(self, mounted=mounted, size=size)
-        )
+        return self._cached(("parts", mounted), lambda: build_parts(self, mounted=mounted))
 
     def conv_taps(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose window does not simply precede them in the strip, and their windows.

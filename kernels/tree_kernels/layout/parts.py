@@ -1,0 +1,139 @@
+"""Parts of tree attention: causal squares and full rectangles, which dense kernels compute.
+
+A chain of first children is one interval of the strip: a square below the diagonal. Whatever else
+rows see, mounts included, is a rectangle of query rows times key rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tree_kernels.layout.tree import TreeLayout
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionParts:
+    """Each visible pair of a query row and a key row belongs to exactly one part.
+
+    Example:
+        Trunk of 3 rows, branches of 2 and 1: squares of rows [0, 5) and [5, 6) and one rectangle
+        of row [5, 6) times keys [0, 3).
+    """
+
+    queries: np.ndarray
+    """Query rows `[begin, end)` of each part, `[P, 2]` int64; each row is in exactly one square."""
+    keys: np.ndarray
+    """Key rows `[begin, end)` of each part, `[P, 2]` int64."""
+    num_squares: int
+    """The first parts are squares: their query i sees their keys up to i. Others are seen fully."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Visible pairs of a query and a key."""
+        rows = np.diff(self.queries)[:, 0]
+        squares = rows[: self.num_squares]
+        rectangles = rows[self.num_squares :] * np.diff(self.keys[self.num_squares :])[:, 0]
+        return int((squares * (squares + 1) // 2).sum() + rectangles.sum())
+
+
+def build_parts(
+    layout: TreeLayout,
+    *,
+    mounted: bool,
+    queries: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+) -> AttentionParts:
+    """Cut what the rows of a strip see into squares and rectangles.
+
+    Args:
+        layout: The whole strip.
+        mounted: Whether mounted keys are seen.
+        queries: Rows that are computed, ascending, without gaps on a path; None computes all. Row
+            numbers of queries count these.
+        keys: Rows whose keys are given, in this order; None gives all. Row numbers of keys count
+            these.
+    """
+    rows = np.arange(layout.num_tokens) if queries is None else queries
+    given = np.arange(layout.num_tokens) if keys is None else keys
+    places = np.zeros(layout.num_tokens, dtype=np.int64)
+    places[given] = np.arange(len(given))
+    squares: list[tuple[Interval, Interval]] = []
+    rectangles: list[tuple[Interval, Interval]] = []
+    for first, last in _chains(layout.parents):
+        begin, end = int(layout.cu_seqlens[first]), int(layout.cu_seqlens[last + 1])
+        own = _interval(rows, begin, end)
+        if own[0] < own[1]:
+            start = int(rows[own[0]])
+            squares.append((own, (start, start + own[1] - own[0])))
+            rectangles.append((own, (begin, start)))
+        nodes = slice(first, last + 1)
+        bounds = np.searchsorted(rows, np.append(layout.exits[nodes], end))
+        rectangles += _staircase(begin, layout.cu_seqlens[first + 1 : last + 2], bounds)
+    for mount in layout.mounts if mounted else ():
+        seen_by = _interval(rows, mount.query_begin, mount.query_end)
+        rectangles.append((seen_by, (mount.key_begin, mount.key_end)))
+    parts = [*_placed(squares, places), *sorted(_placed(rectangles, places))]
+    table = np.array(parts, dtype=np.int64).reshape(-1, 2, 2)
+    return AttentionParts(queries=table[:, 0], keys=table[:, 1], num_squares=len(squares))
+
+
+def _chains(parents: np.ndarray) -> list[Interval]:
+    """First and last node of each chain of first children."""
+    continues = (parents == np.arange(-1, len(parents) - 1)) & (parents >= 0)
+    firsts = np.flatnonzero(~continues)
+    return list(zip(firsts.tolist(), [*(firsts[1:] - 1).tolist(), len(parents) - 1], strict=True))
+
+
+def _interval(rows: np.ndarray, begin: int, end: int) -> Interval:
+    """Where the rows `[begin, end)` of the strip stand in `rows`."""
+    first, last = np.searchsorted(rows, [begin, end])
+    return int(first), int(last)
+
+
+def _staircase(
+    begin: int, node_ends: np.ndarray, bounds: np.ndarray
+) -> list[tuple[Interval, Interval]]:
+    """Rectangles of the rows that branch off a chain.
+
+    Rows `[bounds[j + 1], bounds[j])` see the chain's keys `[begin, node_ends[j])`. Halved by rows
+    again and again, the staircase becomes few large rectangles: a row that is one of n is in at
+    most log2(n) + 1 of them, however long the chain is.
+    """
+    steps = np.flatnonzero(bounds[:-1] > bounds[1:])
+    ends, uppers = node_ends[steps], bounds[steps]
+    lowers = bounds[steps + 1]
+    found = []
+    open_steps = [(0, len(steps), begin)]
+    while open_steps:
+        first, stop, key_begin = open_steps.pop()
+        if first == stop:
+            continue
+        # Rows fall along the steps: the median row's step halves what is left on either side.
+        half = (lowers[stop - 1] + uppers[first]) // 2
+        middle = first + int(np.searchsorted(-uppers[first:stop], -half, side="left")) - 1
+        middle = min(max(middle, first), stop - 1)
+        key_end = int(ends[middle])
+        found.append(((int(lowers[stop - 1]), int(uppers[middle])), (key_begin, key_end)))
+        open_steps += [(first, middle, key_begin), (middle + 1, stop, key_end)]
+    return found
+
+
+def _placed(
+    parts: list[tuple[Interval, Interval]], places: np.ndarray
+) -> Iterator[tuple[Interval, Interval]]:
+    """The parts that are not empty, with key rows as places; one for each run of places."""
+    for queries, (begin, end) in parts:
+        if queries[0] >= queries[1] or begin >= end:
+            continue
+        run = places[begin:end]
+        cuts = [0, *(np.flatnonzero(np.diff(run) != 1) + 1).tolist(), end - begin]
+        for first, last in pairwise(cuts):
+            yield queries, (int(run[first]), int(run[last - 1]) + 1)

@@ -1,0 +1,165 @@
+"""Trees for tree attention, and attention as its definition in float64: a dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from tests.tree_cases import TreeCase, random_case, relative_rms, strip_order
+
+Tensors = dict[str, torch.Tensor]
+Attend = Callable[..., torch.Tensor]
+Mounts = dict[int, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """One tree and the heads that run over it."""
+
+    tree: TreeCase
+    query_heads: int = 4
+    heads: int = 2
+    dim: int = 16
+    mounted: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows, T."""
+        return sum(self.tree.lengths)
+
+
+def _tree(parents: list[int], lengths: list[int], mounts: Mounts | None = None) -> TreeCase:
+    return TreeCase(
+        parents, lengths, [(mounts or {}).get(node, []) for node in range(len(lengths))]
+    )
+
+
+def _comb(depth: int, length: int) -> TreeCase:
+    """A chain of `depth` nodes, each but the last with a leaf of its own."""
+    parents = [*range(-1, depth - 1), *range(depth - 2, -1, -1)]
+    return _tree(parents, [length + node % 3 for node in range(len(parents))])
+
+
+def _star(trunk: int, leaves: int, length: int) -> TreeCase:
+    return _tree([-1] + [0] * leaves, [trunk] + [length] * leaves)
+
+
+def _random(num_tokens: int, num_nodes: int) -> TreeCase:
+    return random_case(np.random.default_rng(num_tokens), num_tokens, num_nodes)
+
+
+def _nested_mounts() -> TreeCase:
+    """A subtree that mounts a later leaf; inside it a node that mounts more, in part again."""
+    parents, lengths = strip_order([-1, 0, 0, 0, 1, 1, 4], [30, 9, 70, 5, 4, 1, 65])
+    sizes = np.cumsum([0, *lengths])
+    spans = [(int(a), int(b)) for a, b in pairwise(sizes)]
+    last, inner = len(parents) - 1, 1
+    mounts = {node: [spans[last]] for node in range(len(parents)) if parents[node] == inner}
+    mounts[inner] = [spans[last], (spans[last][0], spans[last][1] - 1), (0, 3)]
+    mounts[last] = [(spans[last - 1][0], spans[last - 1][1])]
+    return _tree(parents, lengths, mounts)
+
+
+_LENGTHS = (1, 2, 3, 4, 63, 64, 65)
+
+CASES = {
+    "one_row": AttentionCase(tree=_tree([-1], [1])),
+    **{f"one_node_{n}": AttentionCase(tree=_tree([-1], [n])) for n in (2, 63, 64, 65, 129)},
+    "one_node_1000": AttentionCase(tree=_tree([-1], [1000]), query_heads=2, heads=1),
+    "lengths": AttentionCase(
+        tree=_tree([-1, 0, 1, 1, 0, 4, 4, -1, 7], [*_LENGTHS, 1000 - 202, 2]), query_heads=2
+    ),
+    "comb_60": AttentionCase(tree=_comb(60, 1), heads=1),
+    "star_512": AttentionCase(tree=_star(65, 512, 1), query_heads=2, heads=1),
+    "star_7": AttentionCase(tree=_star(64, 7, 63)),
+    "nested_mounts": AttentionCase(tree=_nested_mounts()),
+    "random_65": AttentionCase(tree=_random(65, 9), query_heads=6, dim=20),
+    "random_200": AttentionCase(tree=_random(200, 17)),
+    "random_200_unmounted": AttentionCase(tree=_random(200, 17), mounted=False),
+    "random_500": AttentionCase(tree=_random(500, 60), query_heads=3, heads=3),
+}
+
+
+def visible(case: AttentionCase) -> torch.Tensor:
+    """Which row sees which, from parents and spans alone, `[T, T]` bool."""
+    tree, total = case.tree, case.num_tokens
+    starts = np.cumsum([0, *tree.lengths])
+    path = np.zeros((len(tree.parents), total), dtype=bool)
+    seen = np.zeros((total, total), dtype=bool)
+    for node, (parent, spans) in enumerate(zip(tree.parents, tree.mounts, strict=True)):
+        begin, end = starts[node], starts[node + 1]
+        if parent >= 0:
+            path[node] = path[parent]
+        seen[begin:end] = path[node]
+        seen[begin:end, begin:end] = np.tri(end - begin, dtype=bool)
+        path[node, begin:end] = True
+        for key_begin, key_end in spans if case.mounted else ():
+            mounted = ~path[node]
+            mounted[:key_begin], mounted[key_end:] = False, False
+            seen[begin:end] |= mounted
+    return torch.from_numpy(seen)
+
+
+def inputs_of(case: AttentionCase, device: str, dtype: torch.dtype) -> Tensors:
+    """Leaves of one call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": case.query_heads, "key": case.heads, "value": case.heads}
+    return {
+        name: torch.randn(case.num_tokens, heads, case.dim, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+        for name, heads in shapes.items()
+    }
+
+
+def dense_attention(inputs: Tensors, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """Softmax attention under a dense mask."""
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    group = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def outputs_and_gradients(out: torch.Tensor, leaves: Tensors) -> Tensors:
+    """The output, and each leaf's gradient under one random gradient of the output."""
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(out.device, out.dtype))
+    found = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": out.detach(), **found}
+
+
+def errors_of(
+    attend: Attend, case: AttentionCase, device: str, dtype: torch.dtype, scale: float = 0.3
+) -> dict[str, float]:
+    """Relative RMS error of the output and of every gradient."""
+    leaves = inputs_of(case, device, dtype)
+    exact = {name: each.detach().cpu().double().requires_grad_() for name, each in leaves.items()}
+    found = outputs_and_gradients(attend(*leaves.values()), leaves)
+    wanted = outputs_and_gradients(dense_attention(exact, visible(case), scale), exact)
+    if float(wanted["d_query"].norm()) < 1e-12:
+        # One visible key: softmax leaves nothing to queries and keys but rounding.
+        for name in ("d_query", "d_key"):
+            assert float(found.pop(name).abs().max()) < 1e-5, name
+    return {name: relative_rms(each.cpu(), wanted[name]) for name, each in found.items()}
+
+
+def changed_rows(
+    attend: Attend, case: AttentionCase, device: str, dtype: torch.dtype
+) -> dict[str, list[int]]:
+    """Rows of outputs and gradients whose bits change where the last node's inputs do."""
+    leaves = inputs_of(case, device, dtype)
+    before = outputs_and_gradients(attend(*leaves.values()), leaves)
+    with torch.no_grad():
+        for each in leaves.values():
+            each[case.num_tokens - case.tree.lengths[-1] :] += 1
+    after = outputs_and_gradients(attend(*leaves.values()), leaves)
+    return {
+        name: (each != after[name]).flatten(1).any(1).nonzero()[:, 0].tolist()
+        for name, each in before.items()
+    }

@@ -1,0 +1,116 @@
+"""Tree attention on the CPU against a dense mask in float64."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention_cases import (
+    CASES,
+    Attend,
+    AttentionCase,
+    changed_rows,
+    dense_attention,
+    errors_of,
+    inputs_of,
+    outputs_and_gradients,
+    visible,
+)
+from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
+from tree_kernels.attention import tree_attention
+from tree_kernels.attention.naive import naive_tree_attention
+from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""Relative RMS error of outputs and gradients."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan() -> Iterator[None]:
+    with poisoned_empty():
+        yield
+
+
+def product(case: AttentionCase) -> Attend:
+    return partial(tree_attention, layout=case.tree.layout, scale=0.3, mounted=case.mounted)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_equal_the_dense_mask(name: str, dtype: torch.dtype) -> None:
+    errors = errors_of(product(CASES[name]), CASES[name], "cpu", dtype)
+    assert {name: error for name, error in errors.items() if not error <= LIMITS[dtype]} == {}
+
+
+@pytest.mark.parametrize("name", ["nested_mounts", "random_200", "comb_60"])
+def test_naive_equals_the_dense_mask(name: str) -> None:
+    case = CASES[name]
+    parts = case.tree.layout.parts(mounted=case.mounted)
+    errors = errors_of(
+        partial(naive_tree_attention, parts=parts, scale=0.3), case, "cpu", torch.float64
+    )
+    assert max(errors.values()) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_changed_branch_leaves_its_siblings_bits_alone(dtype: torch.dtype) -> None:
+    case = CASES["star_7"]
+    changed = changed_rows(product(case), case, "cpu", dtype)
+    last = list(range(case.num_tokens - 63, case.num_tokens))
+    assert changed["out"] == changed["d_query"] == last
+    trunk = list(range(64))
+    assert changed["d_key"] == changed["d_value"] == [*trunk, *last]
+
+
+@pytest.mark.parametrize("limit", [7, 40, 150])
+@pytest.mark.parametrize("mounted", [False, True])
+def test_pieces_give_what_the_strip_gives(limit: int, mounted: bool) -> None:
+    tree = TreeCase(
+        [-1, 0, 1, 1, 0, 4],
+        [20, 9, 64, 3, 31, 65],
+        [[], [], [], [], [(29, 93)], [(29, 93), (94, 96)]],
+    )
+    case = AttentionCase(tree=tree, mounted=mounted)
+    leaves = inputs_of(case, "cpu", torch.float64)
+    wanted = outputs_and_gradients(dense_attention(leaves, visible(case), 0.3), leaves)
+    out = torch.zeros_like(wanted["out"])
+    for rows in cut_pieces(tree.layout, limit):
+        piece = PieceLayout(tree.layout, rows)
+        taken = np.concatenate([piece.seen_rows, rows])
+        out[rows] = tree_attention(
+            leaves["query"][rows],
+            leaves["key"][taken],
+            leaves["value"][taken],
+            piece,
+            scale=0.3,
+            mounted=mounted,
+        )
+    found = outputs_and_gradients(out, leaves)
+    assert max(relative_rms(found[name], wanted[name]) for name in wanted) <= 1e-12
+
+
+def test_scores_of_any_size_merge_without_overflow() -> None:
+    # Key 0 of the trunk takes everything from some rows and nothing from others.
+    case = CASES["star_7"]
+    leaves = inputs_of(case, "cpu", torch.float32)
+    with torch.no_grad():
+        leaves["key"][0] *= 300
+    exact = {name: each.detach().double().requires_grad_() for name, each in leaves.items()}
+    found = outputs_and_gradients(product(case)(*leaves.values()), leaves)
+    wanted = outputs_and_gradients(dense_attention(exact, visible(case), 0.3), exact)
+    assert max(relative_rms(found[name], wanted[name]) for name in wanted) <= 1e-4
+
+
+def test_memory_of_a_long_chain_is_a_few_copies_of_its_inputs() -> None:
+    layout = TreeLayout.build([-1], [6000])
+    query, key, value = (torch.randn(6000, heads, 32).requires_grad_() for heads in (2, 1, 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tree_attention(query, key, value, layout, scale=0.2, mounted=False).sum().backward()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    # In KiB. The scores alone would be 281 MiB.
+    assert grown < 60 << 10
