@@ -1,15 +1,25 @@
-"""Trees for tree attention, and attention as its definition in float64: a dense mask."""
+"""Trees for tree attention, and attention as its definition in float64: a dense mask.
+
+`python -m tests.attention_cases` prints what the GPU's path finds in Triton's interpreter, with
+libraries of the CPU, as one JSON object. Triton reads TRITON_INTERPRET where it is imported first.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 
-from tests.tree_cases import TreeCase, random_case, relative_rms, strip_order
+from tests.tree_cases import TreeCase, poisoned_empty, random_case, relative_rms, strip_order
+from tree_kernels.attention import calls
+from tree_kernels.attention.calls import Call, plan_calls
 
 Tensors = dict[str, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -163,3 +173,109 @@ def changed_rows(
         name: (each != after[name]).flatten(1).any(1).nonzero()[:, 0].tolist()
         for name, each in before.items()
     }
+
+
+class HostLibrary:
+    """A library for plans of calls whose sequences PyTorch's kernel for the CPU computes."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `libraries.Library`."""
+        out, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:2])
+        for rows, keys in self._sequences(call):
+            scores = self._scores(query[rows], key[keys], call, scale)
+            logsumexp[rows] = scores.logsumexp(-1).t()
+            values = value[keys].repeat_interleave(query.shape[1] // key.shape[1], 1)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        return out, logsumexp
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        call: Call,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `libraries.Library`."""
+        group = query.shape[1] // key.shape[1]
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for rows, keys in self._sequences(call):
+            weights = self._scores(query[rows], key[keys], call, scale)
+            weights = (weights - logsumexp[rows].t()[..., None]).exp()
+            values = value[keys].repeat_interleave(group, 1)
+            d_weights = torch.einsum("qhd,khd->hqk", d_out[rows], values)
+            correction = (d_out[rows] * out[rows]).sum(-1).t()[..., None]
+            d_scores = weights * (d_weights - correction) * scale
+            keys_of = key[keys].repeat_interleave(group, 1)
+            grads[0][rows] = torch.einsum("hqk,khd->qhd", d_scores, keys_of)
+            d_key = torch.einsum("hqk,qhd->khd", d_scores, query[rows])
+            d_value = torch.einsum("hqk,qhd->khd", weights, d_out[rows])
+            grads[1][keys] = d_key.unflatten(1, (-1, group)).sum(2)
+            grads[2][keys] = d_value.unflatten(1, (-1, group)).sum(2)
+        return grads
+
+    def _sequences(self, call: Call) -> list[tuple[slice, slice]]:
+        rows, keys = call.query_begins.tolist(), call.key_begins.tolist()
+        assert max(b - a for a, b in pairwise(rows)) == call.max_queries
+        assert max(b - a for a, b in pairwise(keys)) == call.max_keys
+        return [
+            (slice(*own), slice(*seen))
+            for own, seen in zip(pairwise(rows), pairwise(keys), strict=True)
+        ]
+
+    def _scores(
+        self, query: torch.Tensor, key: torch.Tensor, call: Call, scale: float
+    ) -> torch.Tensor:
+        keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        if call.square:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        return scores
+
+
+def planned(case: AttentionCase, lone: bool) -> Attend:
+    """The product's path for a GPU with libraries of the CPU; its kernels need the interpreter."""
+    from tree_kernels.attention.device import run_plan
+
+    parts = case.tree.layout.parts(mounted=case.mounted)
+    total = case.num_tokens
+    width = case.query_heads * case.dim
+    plan = plan_calls(parts, total, total, torch.device("cpu"), width=width, lone=lone)
+    libraries = (HostLibrary(), HostLibrary() if lone else None)
+    return partial(run_plan, plan=plan, libraries=libraries, scale=0.3)
+
+
+INTERPRETED = {
+    "one_row": CASES["one_row"],
+    "chain": AttentionCase(tree=_tree([-1, 0], [5, 3])),
+    "comb": AttentionCase(tree=_comb(7, 1), query_heads=6, dim=20),
+    "mounts": AttentionCase(tree=_random(40, 9)),
+}
+"""Few rows: the interpreter takes them one by one."""
+
+
+def main() -> None:
+    """Print what the kernels in the interpreter find, in float32 on the CPU."""
+    star = AttentionCase(tree=_star(7, 3, 5))
+    with poisoned_empty(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_LONE_FLOPS", 4e3)
+        report = {
+            "errors": {
+                f"{name} {'lone' if lone else 'batched'}": errors_of(
+                    planned(case, lone), case, "cpu", torch.float32
+                )
+                for name, case in INTERPRETED.items()
+                for lone in (False, True)
+            },
+            "changed": changed_rows(planned(star, True), star, "cpu", torch.float32),
+        }
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,16 @@
-"""Tree attention on the CPU against a dense mask in float64."""
+"""Tree attention against a dense mask in float64: on the CPU, and the GPU's path without one."""
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +18,7 @@ import torch
 
 from tests.attention_cases import (
     CASES,
+    INTERPRETED,
     Attend,
     AttentionCase,
     changed_rows,
@@ -23,11 +30,13 @@ from tests.attention_cases import (
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import tree_attention
+from tree_kernels.attention.calls import plan_calls
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Relative RMS error of outputs and gradients."""
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -114,3 +123,60 @@ def test_memory_of_a_long_chain_is_a_few_copies_of_its_inputs() -> None:
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     # In KiB. The scores alone would be 281 MiB.
     assert grown < 60 << 10
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What the GPU's path finds in Triton's interpreter, with libraries of the CPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
+    command = [sys.executable, "-m", "tests.attention_cases"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("grouping", ["batched", "lone"])
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_calls_and_merges_equal_the_dense_mask(
+    report: dict[str, Any], name: str, grouping: str
+) -> None:
+    errors = report["errors"][f"{name} {grouping}"]
+    assert {"out", "d_value"} <= set(errors)
+    assert {name: error for name, error in errors.items() if not error <= 2e-6} == {}
+
+
+def test_merges_leave_the_siblings_of_a_changed_branch_alone(report: dict[str, Any]) -> None:
+    last, trunk = list(range(17, 22)), list(range(7))
+    assert report["changed"] == {
+        "out": last,
+        "d_query": last,
+        "d_key": [*trunk, *last],
+        "d_value": [*trunk, *last],
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_hold_parts_of_about_one_length(name: str) -> None:
+    case = CASES[name]
+    parts = case.tree.layout.parts(mounted=case.mounted)
+    plan = plan_calls(
+        parts, case.num_tokens, case.num_tokens, torch.device("cpu"), width=64, lone=True
+    )
+    assert len(plan.calls) <= 9
+    for call in plan.calls:
+        lengths = call.query_begins.diff()
+        assert call.max_queries == int(lengths.max()) <= max(128, 4 * int(lengths.min()))
+
+
+def test_large_parts_are_lone_calls_on_views() -> None:
+    # As Qwen3.5-4B's heads on a trunk of 8,192 rows and 8 branches of 7,168.
+    layout = TreeLayout.build([-1] + [0] * 8, [8192] + [7168] * 8)
+    plan = plan_calls(
+        layout.parts(mounted=False), 65536, 65536, torch.device("cpu"), width=4096, lone=True
+    )
+    assert [call.lone for call in plan.calls] == [True] * 9
+    wide = plan.calls[-1]
+    assert (wide.query_rows, wide.key_rows) == (slice(15360, 65536), slice(0, 8192))
+    assert not wide.square and all(call.square for call in plan.calls[:-1])

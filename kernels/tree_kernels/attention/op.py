@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from tree_kernels.attention.host import host_tree_attention
+from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import Layout
+
+_DIM_MULTIPLE = 8
+"""The libraries' kernels read 16 bytes at a time; zeros behind a head change nothing."""
 
 
 def tree_attention(
@@ -47,4 +52,17 @@ def tree_attention(
             f"query heads {tuple(query.shape[1:])} are no multiple of key heads "
             f"{tuple(key.shape[1:])}"
         )
-    return host_tree_attention(query, key, value, layout.parts(mounted=mounted), scale)
+    parts = layout.parts(mounted=mounted)
+    if query.device.type != "cuda":
+        return host_tree_attention(query, key, value, parts, scale)
+    if query.dtype == torch.float64:
+        return naive_tree_attention(query, key, value, parts, scale)
+    # Triton does not come with PyTorch's builds for the CPU.
+    from tree_kernels.attention.device import device_tree_attention
+
+    dim = query.shape[2]
+    padding = (0, -dim % _DIM_MULTIPLE)
+    query, key, value = (
+        F.pad(each, padding) if padding[1] else each for each in (query, key, value)
+    )
+    return device_tree_attention(query, key, value, parts, scale)[..., :dim]

@@ -6,10 +6,10 @@ rows see, mounts included, is a rectangle of query rows times key rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class AttentionParts:
     """Key rows `[begin, end)` of each part, `[P, 2]` int64."""
     num_squares: int
     """The first parts are squares: their query i sees their keys up to i. Others are seen fully."""
+    tables: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What operators derive from the parts, once for each device."""
 
     @property
     def num_pairs(self) -> int:

@@ -1,0 +1,167 @@
+"""Tree attention on a GPU: library calls for the parts, then one kernel that merges their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tree_kernels.attention import triton as kernels
+from tree_kernels.attention.calls import Call, CallPlan, Terms, plan_calls
+from tree_kernels.attention.libraries import Library, batch_library, lone_library
+from tree_kernels.layout import AttentionParts
+
+_MERGE_BLOCK = 4096
+"""Elements of a row that one program merges."""
+
+
+def device_tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: AttentionParts,
+    scale: float,
+) -> torch.Tensor:
+    """See `op.tree_attention`. Until they are merged, the results of all parts are kept: of a row
+    one output for each part that it is in, in the inputs' type."""
+    lone = lone_library(query)
+    libraries = (batch_library(query), lone)
+    key_of = ("calls", query.device, query.shape[1] * query.shape[2], lone is not None)
+    if key_of not in parts.tables:
+        parts.tables[key_of] = plan_calls(
+            parts,
+            len(query),
+            len(key),
+            query.device,
+            width=query.shape[1] * query.shape[2],
+            lone=lone is not None,
+        )
+    return run_plan(query, key, value, parts.tables[key_of], libraries, scale)
+
+
+def run_plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: CallPlan,
+    libraries: tuple[Library, Library | None],
+    scale: float,
+) -> torch.Tensor:
+    """Compute the calls of `plan`, lone ones by the second library; differentiable."""
+    out: torch.Tensor = _DeviceAttention.apply(query, key, value, plan, libraries, scale)  # type: ignore[assignment]
+    return out
+
+
+class _DeviceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: CallPlan,
+        libraries: tuple[Library, Library | None],
+        scale: float,
+    ) -> torch.Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        found = [
+            _library(libraries, call).forward(
+                query[call.query_rows], key[call.key_rows], value[call.key_rows], call, scale
+            )
+            for call in plan.calls
+        ]
+        out, logsumexp = _merge(found, plan.query_terms, query)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.plan, ctx.libraries, ctx.scale = plan, libraries, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        plan: CallPlan = ctx.plan
+        d_out = grads[0].contiguous()
+        found = [
+            _library(ctx.libraries, call).backward(
+                d_out[call.query_rows],
+                query[call.query_rows],
+                key[call.key_rows],
+                value[call.key_rows],
+                out[call.query_rows],
+                logsumexp[call.query_rows],
+                call,
+                ctx.scale,
+            )
+            for call in plan.calls
+        ]
+        d_query = _sum([each[0] for each in found], plan.query_terms, query)
+        d_key = _sum([each[1] for each in found], plan.key_terms, key)
+        d_value = _sum([each[2] for each in found], plan.key_terms, value)
+        return d_query, d_key, d_value, None, None, None
+
+
+def _library(libraries: tuple[Library, Library | None], call: Call) -> Library:
+    batch, lone = libraries
+    return lone if call.lone and lone is not None else batch
+
+
+def _merge(
+    found: Sequence[tuple[torch.Tensor, torch.Tensor]], terms: Terms, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[T, HQ, D]` and log-sum-exp `[T, HQ]` of the calls' results."""
+    if terms.given_whole:
+        return found[0]
+    rows, heads, dim = query.shape
+    out = torch.empty_like(query)
+    logsumexp = query.new_empty(rows, heads, dtype=torch.float32)
+    block_d = _power(dim)
+    block_h = max(1, min(_power(heads), _MERGE_BLOCK // block_d))
+    kernels.tree_attention_fwd_kernel_merge[(rows, -(-heads // block_h))](
+        out,
+        logsumexp,
+        _addresses([each[0] for each in found]),
+        _addresses([each[1] for each in found]),
+        terms.begins,
+        terms.calls,
+        terms.rows,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+    )
+    return out, logsumexp
+
+
+def _sum(found: Sequence[torch.Tensor], terms: Terms, like: torch.Tensor) -> torch.Tensor:
+    """Gradient of `like`, `[T, H, D]`, of the calls' shares."""
+    if terms.given_whole:
+        return found[0]
+    total = torch.empty_like(like)
+    width = like.shape[1] * like.shape[2]
+    block = min(_power(width), _MERGE_BLOCK)
+    kernels.tree_attention_bwd_kernel_sum[(len(like), -(-width // block))](
+        total,
+        _addresses(found),
+        terms.begins,
+        terms.calls,
+        terms.rows,
+        WIDTH=width,
+        BLOCK_W=block,
+    )
+    return total
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where the tensors lie, `[calls]` int64; the caller keeps them until the kernel started."""
+    assert all(each.is_contiguous() for each in tensors)
+    addresses = torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64)
+    return addresses.to(tensors[0].device, non_blocking=True)
+
+
+def _power(value: int) -> int:
+    """The power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()

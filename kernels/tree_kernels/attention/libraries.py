@@ -1,0 +1,264 @@
+"""Dense attention of PyTorch's CUDA libraries: forward with log-sum-exp, backward that takes it.
+
+Every library takes the sequences of one `Call`: query `[N, HQ, D]`, key and value `[M, H, D]`, all
+contiguous. Forward gives the output `[N, HQ, D]` and the log-sum-exp `[N, HQ]` float32; backward
+takes both, of all keys that a row sees, and gives the call's share of the three gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+
+from tree_kernels.attention.calls import Call
+
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# cuDNN compiles a plan for every pair of lengths, 70 ms each; so PyTorch rounds lengths to powers
+# of two for its plans and masks the rest. PyTorch reads this when cuDNN's attention first runs.
+os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+
+_MAX_OFFSET = 2**31 - 1
+"""cuDNN addresses rows by int32 offsets of elements."""
+
+
+class Library(Protocol):
+    """Dense attention over the sequences of a call."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp."""
+        ...
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        call: Call,
+        scale: float,
+    ) -> Grads:
+        """Gradients of query, key and value."""
+        ...
+
+
+def lone_library(query: torch.Tensor) -> Library | None:
+    """cuDNN where it is fastest: Hopper, 16-bit values, and order of sums left to the device."""
+    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[2] > 256:
+        return None
+    if torch.cuda.get_device_capability(query.device)[0] != 9 or query.numel() > _MAX_OFFSET:
+        return None
+    if torch.are_deterministic_algorithms_enabled() or not torch.backends.cudnn.is_available():
+        return None
+    return Cudnn()
+
+
+def batch_library(query: torch.Tensor) -> Library:
+    """FlashAttention 2 for 16-bit values of up to 256; the memory-efficient kernels for others."""
+    is_16_bit = query.dtype in (torch.bfloat16, torch.float16)
+    if (
+        is_16_bit
+        and query.shape[2] <= 256
+        and torch.cuda.get_device_capability(query.device)[0] > 7
+    ):
+        return Flash()
+    return Efficient()
+
+
+class Cudnn:
+    """cuDNN, one sequence a call."""
+
+    def __init__(self) -> None:
+        self._by_row = False
+        """Plans by rounded lengths take the log-sum-exp row by row, exact ones head by head."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Library`."""
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            _heads_first(query),
+            _heads_first(key),
+            _heads_first(value),
+            None,
+            True,
+            0.0,
+            call.square,
+            False,
+            scale=scale,
+        )
+        out, logsumexp = found[:2]
+        if logsumexp.is_contiguous():
+            logsumexp = logsumexp.view(query.shape[1], len(query))
+        else:
+            self._by_row = True
+            logsumexp = logsumexp.squeeze(-1)[0]
+        return _rows_first(out), logsumexp.t().contiguous()
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        call: Call,
+        scale: float,
+    ) -> Grads:
+        """See `Library`."""
+        stats = logsumexp.t() if self._by_row else logsumexp.t().contiguous()
+        unused = torch.zeros(2, dtype=torch.int64, device=query.device)
+        d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(_heads_first(each) for each in (d_out, query, key, value, out)),
+            stats[None, ..., None],
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            len(query),
+            len(key),
+            0.0,
+            call.square,
+            scale=scale,
+        )
+        return _rows_first(d_query), _rows_first(d_key), _rows_first(d_value)
+
+
+class Flash:
+    """FlashAttention 2 as PyTorch brings it, many sequences a call."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Library`."""
+        out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            call.query_begins,
+            call.key_begins,
+            call.max_queries,
+            call.max_keys,
+            0.0,
+            call.square,
+            False,
+            scale=scale,
+        )
+        return out, logsumexp.t().contiguous()
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        call: Call,
+        scale: float,
+    ) -> Grads:
+        """See `Library`."""
+        unused = torch.zeros(2, dtype=torch.int64, device=query.device)
+        return torch.ops.aten._flash_attention_backward(
+            d_out,
+            query,
+            key,
+            value,
+            out,
+            logsumexp.t().contiguous(),
+            call.query_begins,
+            call.key_begins,
+            call.max_queries,
+            call.max_keys,
+            0.0,
+            call.square,
+            unused,
+            unused,
+            scale=scale,
+        )
+
+
+class Efficient:
+    """PyTorch's memory-efficient kernels: any type and size, as many key heads as query heads."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Library`."""
+        group = query.shape[1] // key.shape[1]
+        out, padded, *_ = torch.ops.aten._efficient_attention_forward(
+            query[None],
+            key.repeat_interleave(group, 1)[None],
+            value.repeat_interleave(group, 1)[None],
+            None,
+            call.query_begins,
+            call.key_begins,
+            call.max_queries,
+            call.max_keys,
+            0.0,
+            int(call.square),
+            True,
+            scale=scale,
+        )
+        sequences, places = call.places
+        return out[0], padded[sequences, :, places].contiguous()
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        call: Call,
+        scale: float,
+    ) -> Grads:
+        """See `Library`."""
+        heads = key.shape[1]
+        group = query.shape[1] // heads
+        sequences, places = call.places
+        # The kernel wants a multiple of 32 rows, infinite behind a sequence's end.
+        shape = (len(call.query_begins) - 1, query.shape[1], -(-call.max_queries // 32) * 32)
+        padded = logsumexp.new_full(shape, torch.inf)
+        padded[sequences, :, places] = logsumexp
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)
+        d_query, d_key, d_value, _ = torch.ops.aten._efficient_attention_backward(
+            d_out[None],
+            query[None],
+            key.repeat_interleave(group, 1)[None],
+            value.repeat_interleave(group, 1)[None],
+            None,
+            out[None],
+            call.query_begins,
+            call.key_begins,
+            call.max_queries,
+            call.max_keys,
+            padded,
+            0.0,
+            unused,
+            unused,
+            int(call.square),
+            False,
+            scale=scale,
+        )
+        d_key, d_value = (each[0].unflatten(1, (heads, group)).sum(2) for each in (d_key, d_value))
+        return d_query[0], d_key, d_value
+
+
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """`[N, H, D]` as a view `[1, H, N, D]`."""
+    return rows.transpose(0, 1)[None]
+
+
+def _rows_first(heads: torch.Tensor) -> torch.Tensor:
+    """`[1, H, N, D]` as `[N, H, D]`, contiguous."""
+    return heads[0].transpose(0, 1).contiguous()
