@@ -1,6 +1,16 @@
 """Octopus SDK: agents that fork, rewind and read each other."""
 
 from harness_sdk.client import OctopusClient
+from harness_sdk.deltas import (
+    AllWasReasoning,
+    CallArguments,
+    CallBegun,
+    CallFinished,
+    ReasoningDelta,
+    ReplyEvent,
+    TextDelta,
+    TokenDelta,
+)
 from harness_sdk.episode import Episode, QueuedEvent
 from harness_sdk.errors import HarnessError
 from harness_sdk.options import RetryPolicy, Timeouts, TlsOptions
@@ -28,15 +38,18 @@ from harness_sdk.types import (
     StopReason,
     StructuredOutput,
     ThreadStatus,
-    TokenDelta,
     ToolCall,
     Turn,
 )
 
 __all__ = [
     "PRIMITIVES",
+    "AllWasReasoning",
     "BranchResult",
     "Budget",
+    "CallArguments",
+    "CallBegun",
+    "CallFinished",
     "Episode",
     "EpisodeResult",
     "HarnessError",
@@ -47,6 +60,8 @@ __all__ = [
     "OctopusClient",
     "QueuedEvent",
     "ReadResult",
+    "ReasoningDelta",
+    "ReplyEvent",
     "RetryPolicy",
     "RewindResult",
     "SamplingOptions",
@@ -54,6 +69,7 @@ __all__ = [
     "ServerStatus",
     "StopReason",
     "StructuredOutput",
+    "TextDelta",
     "Thread",
     "ThreadStatus",
     "Timeouts",

@@ -13,7 +13,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from harness_sdk import types
+from harness_sdk import deltas, types
 from harness_sdk.errors import (
     ERROR_BY_STATUS,
     ERRORS_BY_NAME,
@@ -300,13 +300,59 @@ def _arguments(text: str) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
-def delta_from_proto(proto: pb.TokenDelta) -> types.TokenDelta:
-    """Sampled tokens from the wire."""
-    return types.TokenDelta(
+def delta_to_proto(delta: deltas.TokenDelta) -> pb.TokenDelta:
+    """Sampled tokens for the wire."""
+    return pb.TokenDelta(
+        token_ids=delta.token_ids,
+        logprobs=delta.sampled_logprobs,
+        text=delta.text,
+        events=[_event_to_proto(event) for event in delta.events],
+    )
+
+
+def delta_from_proto(proto: pb.TokenDelta) -> deltas.TokenDelta:
+    """Sampled tokens from the wire; events of a newer service are left out."""
+    events = [_event_from_proto(event) for event in proto.events]
+    return deltas.TokenDelta(
         token_ids=tuple(proto.token_ids),
         sampled_logprobs=tuple(proto.logprobs),
         text=proto.text,
+        events=tuple(event for event in events if event is not None),
     )
+
+
+def _event_to_proto(event: deltas.ReplyEvent) -> pb.ReplyEvent:
+    match event:
+        case deltas.TextDelta(text=text):
+            return pb.ReplyEvent(text=text)
+        case deltas.ReasoningDelta(text=text):
+            return pb.ReplyEvent(reasoning=text)
+        case deltas.CallBegun(name=name):
+            return pb.ReplyEvent(call_begun=name)
+        case deltas.CallArguments(text=text):
+            return pb.ReplyEvent(call_arguments=text)
+        case deltas.CallFinished(call=call):
+            return pb.ReplyEvent(call_finished=tool_call_to_proto(call))
+        case deltas.AllWasReasoning(reasoning=reasoning):
+            return pb.ReplyEvent(all_was_reasoning=reasoning)
+
+
+def _event_from_proto(proto: pb.ReplyEvent) -> deltas.ReplyEvent | None:
+    match proto.WhichOneof("event"):
+        case "text":
+            return deltas.TextDelta(text=proto.text)
+        case "reasoning":
+            return deltas.ReasoningDelta(text=proto.reasoning)
+        case "call_begun":
+            return deltas.CallBegun(name=proto.call_begun)
+        case "call_arguments":
+            return deltas.CallArguments(text=proto.call_arguments)
+        case "call_finished":
+            return deltas.CallFinished(call=tool_call_from_proto(proto.call_finished))
+        case "all_was_reasoning":
+            return deltas.AllWasReasoning(reasoning=proto.all_was_reasoning)
+        case _:
+            return None
 
 
 def turn_to_proto(turn: types.Turn, head: int) -> pb.TurnReply:

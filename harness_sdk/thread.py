@@ -20,6 +20,7 @@ from harness_sdk._calls import Calls, Finish
 from harness_sdk._channel import Q, R
 from harness_sdk._session import Session
 from harness_sdk._waiting import watched
+from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import Cancelled, ProtocolError, ThreadEnded
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.tools import Tool
@@ -31,7 +32,6 @@ from harness_sdk.types import (
     RewindResult,
     SamplingOptions,
     ThreadStatus,
-    TokenDelta,
     ToolSchema,
     Turn,
 )
@@ -135,8 +135,8 @@ class Thread:
             BudgetExhausted: The messages do not fit, or no turn is left.
             EngineError: The engine failed.
         """
-        stream = self.stream(messages, tools=tools, sampling=sampling, demonstration=demonstration)
-        async with contextlib.aclosing(stream) as events:
+        request = self._turn_request(messages, tools, sampling, demonstration)
+        async with contextlib.aclosing(self._one_turn(request)) as events:
             async for event in events:
                 if isinstance(event, Turn):
                     return event
@@ -150,11 +150,31 @@ class Thread:
         sampling: SamplingOptions | None = None,
         demonstration: str | None = None,
     ) -> AsyncGenerator[TokenDelta | Turn, None]:
-        """`generate` as it happens: deltas, then the `Turn`.
+        """`generate` as it happens: deltas with what they turn out to say, then the `Turn`.
 
-        Leaving the loop early cancels the turn; use `contextlib.aclosing` to cancel it at once.
+        Leaving the loop early cancels the turn, and the thread is where it was before; use
+        `contextlib.aclosing` to cancel it at once.
+
+        Example:
+            async with contextlib.aclosing(thread.stream("go on")) as deltas:
+                async for delta in deltas:
+                    if isinstance(delta, TokenDelta) and CallBegun(name="shell") in delta.events:
+                        break
         """
-        request = pb.GenerateRequest(
+        request = self._turn_request(messages, tools, sampling, demonstration)
+        request.with_events = True
+        async with contextlib.aclosing(self._one_turn(request)) as events:
+            async for event in events:
+                yield event
+
+    def _turn_request(
+        self,
+        messages: Messages,
+        tools: Tools | None,
+        sampling: SamplingOptions | None,
+        demonstration: str | None,
+    ) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
             messages=[
                 _wire.message_to_proto(message) for message in _requests.as_messages(messages)
             ],
@@ -162,6 +182,10 @@ class Thread:
             sampling=_wire.sampling_to_proto(sampling or self._session.sampling),
             demonstration=demonstration,
         )
+
+    async def _one_turn(
+        self, request: pb.GenerateRequest
+    ) -> AsyncGenerator[TokenDelta | Turn, None]:
         turn: Turn | None = None
         finish = functools.partial(self._finish_turn, request)
         with self._call("generate", request.call, finish):

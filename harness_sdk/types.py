@@ -174,16 +174,6 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
-    """What a turn sampled since the delta before."""
-
-    token_ids: tuple[int, ...]
-    sampled_logprobs: tuple[float, ...]
-    """Nats, one for each of `token_ids`."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One model turn."""
 

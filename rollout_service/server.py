@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from harness_sdk import _wire
+from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import (
     AuthError,
     ConfigError,
@@ -23,7 +24,7 @@ from harness_sdk.errors import (
 )
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1 import rollout_pb2_grpc
-from harness_sdk.types import BranchResult, Message, SamplingOptions, TokenDelta
+from harness_sdk.types import BranchResult, Message, SamplingOptions
 from rollout_service.background import Background
 from rollout_service.sessions import Call, OpenRequest, Sessions
 from rollout_service.sessions.replies import Queued
@@ -210,11 +211,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             tools_json=request.tools_json,
             sampling=_sampling_from_proto(request),
             demonstration=request.demonstration if request.HasField("demonstration") else None,
+            with_events=request.with_events,
         )
         async with contextlib.aclosing(events):
             async for event in events:
                 if isinstance(event, TokenDelta):
-                    reply = pb.GenerateEvent(delta=_delta_to_proto(event))
+                    reply = pb.GenerateEvent(delta=_wire.delta_to_proto(event))
                 else:
                     reply = pb.GenerateEvent(turn=_wire.turn_to_proto(event.turn, event.head))
                 await context.write(reply)
@@ -388,9 +390,3 @@ def _sampling_from_proto(proto: pb.GenerateRequest) -> SamplingOptions:
     if not proto.HasField("sampling"):
         return SamplingOptions()
     return _wire.sampling_from_proto(proto.sampling)
-
-
-def _delta_to_proto(delta: TokenDelta) -> pb.TokenDelta:
-    return pb.TokenDelta(
-        token_ids=delta.token_ids, logprobs=delta.sampled_logprobs, text=delta.text
-    )

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import (
     ERRORS_BY_NAME,
     BudgetExhausted,
@@ -20,7 +21,7 @@ from harness_sdk.errors import (
     InvalidRequest,
     Unavailable,
 )
-from harness_sdk.types import EpisodeResult, Limits, StopReason, ThreadStatus, TokenDelta
+from harness_sdk.types import EpisodeResult, Limits, StopReason, ThreadStatus
 from rollout_service.background import Background
 from rollout_service.openai.ask import Ask, Placed, Reply, Said, SessionNames
 from rollout_service.openai.conversation import Conversation, Place, function_calls
@@ -28,7 +29,6 @@ from rollout_service.openai.errors import ContextExceeded, ParameterError
 from rollout_service.openai.messages import NO_HISTORY, digests
 from rollout_service.openai.reply_text import ReplyText, plain_content
 from rollout_service.sessions import Call, OpenRequest, Sessions
-from rollout_service.sessions.turns import TurnRequest, reply_stream
 
 logger = logging.getLogger(__name__)
 
@@ -154,15 +154,13 @@ class Conversations:
     ) -> AsyncGenerator[Said | Reply, None]:
         episode = conversation.episode
         thread = episode.thread(place.thread_id)
-        tools_json = place.tools_json if place.is_root else ""
-        request = TurnRequest(messages=place.messages, tools_json=tools_json)
-        reader = reply_stream(episode, thread, request) if ask.streams else None
-        text = ReplyText(reader, ask.sampling.stop)
+        text = ReplyText()
         events = self._sessions.generate(
             Call(episode_id=episode.episode_id, thread_id=place.thread_id),
             place.messages,
-            tools_json=tools_json,
+            tools_json=place.tools_json if place.is_root else "",
             sampling=ask.sampling,
+            with_events=ask.streams,
         )
         try:
             async with contextlib.aclosing(events):

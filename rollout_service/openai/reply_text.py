@@ -4,42 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness_sdk.types import TokenDelta, Turn
-from rollout_service.chat.calls import (
+from harness_sdk.deltas import (
     AllWasReasoning,
     ReasoningDelta,
     ReplyEvent,
-    ReplyStream,
     TextDelta,
+    TokenDelta,
 )
+from harness_sdk.types import Turn
 from rollout_service.openai.ask import Said
 
 _THOUGHT = "</think>"
 
 
 class ReplyText:
-    """What a client has been shown of a turn.
+    """What a client has been shown of a turn; without events nothing before the end."""
 
-    Args:
-        reader: What takes the reply apart; None shows nothing before the end.
-        stops: Strings that end the turn, which no text holds.
-    """
-
-    def __init__(self, reader: ReplyStream | None, stops: Sequence[str]) -> None:
+    def __init__(self) -> None:
         self.content = ""
         self.reasoning = ""
-        self._reader = reader
-        self._stops = tuple(stop for stop in stops if stop)
-        self._held = ""
         self._void = ""
         """Content that turned out to be reasoning."""
 
     def push(self, delta: TokenDelta) -> Said:
         """What `delta` lets be shown."""
         content, reasoning = len(self.content), len(self.reasoning)
-        if self._reader is not None:
-            for event in self._reader.push(self._before_stop(delta.text)):
-                self._show(event)
+        for event in delta.events:
+            self._show(event)
         return Said(
             content=self.content[content:],
             reasoning=self.reasoning[reasoning:],
@@ -70,14 +61,6 @@ class ReplyText:
             self._void = self.content
             self.reasoning += "" if self.reasoning else event.reasoning
 
-    def _before_stop(self, text: str) -> str:
-        """What is surely before a stop; a stop that came is held for good."""
-        text = self._held + text
-        cuts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        ready = min(cuts) if cuts else len(text) - _open_end(text, self._stops)
-        self._held = text[ready:]
-        return text[:ready]
-
 
 def plain_content(turn: Turn, stops: Sequence[str]) -> str:
     """A turn's text with what reads like a call left in it: nobody carries it out."""
@@ -85,10 +68,3 @@ def plain_content(turn: Turn, stops: Sequence[str]) -> str:
     raw = turn.raw_text[: min(cuts)] if cuts else turn.raw_text
     _, closed, after = raw.partition(_THOUGHT)
     return (after if closed else raw).strip()
-
-
-def _open_end(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that one of `stops` begins with."""
-    longest = min(len(text), max((len(stop) for stop in stops), default=1) - 1)
-    sizes = range(longest, 0, -1)
-    return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in stops)), 0)

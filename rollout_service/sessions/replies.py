@@ -11,7 +11,6 @@ from harness_sdk.types import (
     ReadResult,
     RewindResult,
     ThreadStatus,
-    TokenDelta,
     Turn,
 )
 from rollout_service.sessions.options import EpisodeLimits
@@ -46,15 +45,6 @@ class TurnReply:
 
     head: int
     turn: Turn
-
-    @property
-    def whole_delta(self) -> TokenDelta:
-        """The turn as one delta, for a caller that comes after its own were emitted."""
-        return TokenDelta(
-            token_ids=self.turn.token_ids,
-            sampled_logprobs=self.turn.sampled_logprobs,
-            text=self.turn.raw_text,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

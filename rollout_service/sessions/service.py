@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import EpisodeNotFound, HarnessError, InvalidRequest, Unavailable
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import (
@@ -23,7 +24,6 @@ from harness_sdk.types import (
     ServerInfo,
     ServerStatus,
     StopReason,
-    TokenDelta,
     Turn,
 )
 from rollout_service.chat.renderer import ChatRenderer
@@ -42,6 +42,7 @@ from rollout_service.sessions.options import (
     check_request,
     resolve_limits,
 )
+from rollout_service.sessions.reading import whole_delta
 from rollout_service.sessions.records import build_record, end_threads, stop_reason
 from rollout_service.sessions.replies import (
     CloseReply,
@@ -160,6 +161,7 @@ class Sessions:
         tools_json: str = "",
         sampling: SamplingOptions | None = None,
         demonstration: str | None = None,
+        with_events: bool = False,
     ) -> AsyncGenerator[TokenDelta | TurnReply, None]:
         """One model turn: deltas, then its reply. Closing the generator cancels the turn."""
         episode = self.episode(call.episode_id)
@@ -168,6 +170,7 @@ class Sessions:
             tools_json=tools_json,
             sampling=sampling or SamplingOptions(),
             demonstration=demonstration,
+            with_events=with_events,
         )
         told = False
         stream = _stream(
@@ -178,7 +181,7 @@ class Sessions:
         async with contextlib.aclosing(stream) as events:
             async for event in events:
                 if isinstance(event, TurnReply) and not told:
-                    yield event.whole_delta
+                    yield whole_delta(event.turn, with_events=with_events)
                 told = True
                 yield event
 

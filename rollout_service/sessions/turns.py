@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import BudgetExhausted, EngineError, InvalidRequest
 from harness_sdk.record import NodeKind
 from harness_sdk.types import (
@@ -15,17 +16,17 @@ from harness_sdk.types import (
     Role,
     SamplingOptions,
     ThreadStatus,
-    TokenDelta,
     ToolSchemas,
     Turn,
 )
-from rollout_service.chat.calls import ParsedReply, ReplyStream, opens_reasoning
+from rollout_service.chat.calls import ParsedReply
 from rollout_service.chat.tokenizer import TextStream
-from rollout_service.chat.tools import PRIMITIVE_SCHEMAS, parse_tools, static_schemas
+from rollout_service.chat.tools import parse_tools, static_schemas
 from rollout_service.cursors import Cursor, child_cursor
-from rollout_service.engine.base import Generated, SampledToken
+from rollout_service.engine.base import Generated
 from rollout_service.sessions.appending import engine_errors, extend, joined_by, kind_of, render
 from rollout_service.sessions.episode import Episode
+from rollout_service.sessions.reading import ReplyReader, parsed, reply_reader
 from rollout_service.sessions.replies import TurnReply
 from rollout_service.sessions.threads import Note, Step, Thread, short
 
@@ -43,18 +44,53 @@ class TurnRequest:
     tools_json: str = ""
     sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     demonstration: str | None = None
+    with_events: bool = False
+    """Whether the deltas tell what the reply turns out to say."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end the reply."""
+        return () if self.demonstration is not None else self.sampling.stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """What a turn appends before it samples."""
 
+    step: int
+    """Number of the turn's step."""
     notes: list[Note]
     token_ids: tuple[int, ...]
     opening: tuple[int, ...]
     """What opens the model's turn behind them; empty with some templates."""
     tools: ToolSchemas
     sampling_limit: int
+
+
+class _Told:
+    """What the caller is told of a turn while it is sampled.
+
+    Args:
+        reader: What takes the reply apart; None tells no events.
+        emit: Takes the deltas.
+    """
+
+    def __init__(self, reader: ReplyReader | None, emit: Emit) -> None:
+        self._reader = reader
+        self._emit = emit
+
+    def push(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], text: str) -> None:
+        """What was sampled, and as what it reads."""
+        events = self._reader.push(text) if self._reader is not None else ()
+        self._emit(
+            TokenDelta(token_ids=token_ids, sampled_logprobs=logprobs, text=text, events=events)
+        )
+
+    def finish(self) -> None:
+        """Nothing more is sampled."""
+        events = self._reader.finish() if self._reader is not None else ()
+        if events:
+            self._emit(TokenDelta(token_ids=(), sampled_logprobs=(), text="", events=events))
 
 
 async def take_turn(
@@ -80,10 +116,11 @@ async def take_turn(
             parent = await extend(episode, parent, plan.token_ids, thread.mounts, version)
             fresh.append(parent)
         assert parent is not None
+        told = _Told(_reader(episode, thread, request, plan) if request.with_events else None, emit)
         if request.demonstration is not None:
-            turn, finish = await _demonstrate(episode, parent, request, plan, version, emit)
+            turn, finish = await _demonstrate(episode, parent, request, plan, version, told)
         else:
-            turn, finish = await _sample(episode, parent, request, plan, version, emit)
+            turn, finish = await _sample(episode, parent, request, plan, version, told)
         fresh.append(turn)
         kept = _without_leaf(episode, turn)
         if kept is not turn:
@@ -96,19 +133,6 @@ async def take_turn(
         raise
     observation = parent if plan.token_ids else None
     return _commit(episode, thread, request, plan, observation, kept, turn, finish)
-
-
-def reply_stream(episode: Episode, thread: Thread, request: TurnRequest) -> ReplyStream:
-    """What takes the reply to `request` apart while it is sampled, as the turn does in the end."""
-    notes = [*thread.pending, *(Note(message=message) for message in request.messages)]
-    step = thread.steps[-1]
-    return _reader(
-        episode,
-        thread,
-        _tools(episode, thread, request),
-        step.number if step.awaits_turn else step.number + 1,
-        _opening(episode, thread, notes),
-    )
 
 
 async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan:
@@ -140,8 +164,14 @@ async def _plan(episode: Episode, thread: Thread, request: TurnRequest) -> _Plan
     thread.exhausted = None
     in_reserve = thread.reserve_noted or reserve is not None
     limit = episode.guardrails.sampling_limit(thread, cost, in_reserve=in_reserve)
+    step = thread.steps[-1]
     return _Plan(
-        notes=notes, token_ids=token_ids, opening=opening, tools=tools, sampling_limit=limit
+        step=step.number if step.awaits_turn else step.number + 1,
+        notes=notes,
+        token_ids=token_ids,
+        opening=opening,
+        tools=tools,
+        sampling_limit=limit,
     )
 
 
@@ -194,7 +224,7 @@ def _tools(episode: Episode, thread: Thread, request: TurnRequest) -> ToolSchema
 
 
 async def _sample(
-    episode: Episode, parent: Cursor, request: TurnRequest, plan: _Plan, version: int, emit: Emit
+    episode: Episode, parent: Cursor, request: TurnRequest, plan: _Plan, version: int, told: _Told
 ) -> tuple[Cursor, FinishReason]:
     service = episode.service
     max_tokens = min(request.sampling.max_tokens, plan.sampling_limit)
@@ -210,13 +240,19 @@ async def _sample(
         async with _closing(events):
             async for event in events:
                 if isinstance(event, Generated):
+                    told.finish()
                     return event.cursor, event.finish_reason
-                emit(_delta(event, text, service.chat.stop_token_ids))
+                ended = event.token_id in service.chat.stop_token_ids
+                told.push(
+                    (event.token_id,),
+                    (event.logprob,),
+                    text.finish() if ended else text.push(event.token_id),
+                )
     raise EngineError("the engine ended a turn without a cursor", episode_id=episode.episode_id)
 
 
 async def _demonstrate(
-    episode: Episode, parent: Cursor, request: TurnRequest, plan: _Plan, version: int, emit: Emit
+    episode: Episode, parent: Cursor, request: TurnRequest, plan: _Plan, version: int, told: _Told
 ) -> tuple[Cursor, FinishReason]:
     chat = episode.service.chat
     reply = chat.reply(request.demonstration or "")
@@ -240,13 +276,8 @@ async def _demonstrate(
         version,
         score_from=len(plan.opening),
     )
-    emit(
-        TokenDelta(
-            token_ids=reply,
-            sampled_logprobs=cursor.sampled_logprobs,
-            text=chat.tokenizer.decode(reply[:-1]),
-        )
-    )
+    told.push(reply, cursor.sampled_logprobs, chat.tokenizer.decode(reply[:-1]))
+    told.finish()
     return cursor, "stop"
 
 
@@ -325,19 +356,17 @@ def _reply(
     ids = sampled.token_ids[sampled.sampled.index(True) :] if any(sampled.sampled) else ()
     ended_by_id = bool(ids) and ids[-1] in chat.stop_token_ids
     raw = chat.tokenizer.decode(ids[:-1] if ended_by_id else ids)
-    stops = () if request.demonstration is not None else request.sampling.stop
-    reader = _reader(episode, thread, thread.tools, step.number, plan.opening)
-    parsed = ParsedReply.of([*reader.push(_before_stop(raw, stops)), *reader.finish()])
-    step.summary = _summary(parsed)
-    step.call_ids = tuple(call.call_id for call in parsed.tool_calls)
-    ended = episode.guardrails.after_turn(thread, parsed.tool_calls)
+    said = parsed(_reader(episode, thread, request, plan), raw)
+    step.summary = _summary(said)
+    step.call_ids = tuple(call.call_id for call in said.tool_calls)
+    ended = episode.guardrails.after_turn(thread, said.tool_calls)
     if ended is not None:
         thread.end(ended)
     turn = Turn(
         step=step.number,
-        text=parsed.text,
-        reasoning=parsed.reasoning,
-        tool_calls=parsed.tool_calls,
+        text=said.text,
+        reasoning=said.reasoning,
+        tool_calls=said.tool_calls,
         raw_text=raw,
         finish_reason=finish,
         token_ids=ids,
@@ -349,37 +378,21 @@ def _reply(
     return TurnReply(head=episode.moved(thread), turn=turn)
 
 
-def _reader(
-    episode: Episode, thread: Thread, tools: ToolSchemas, step: int, opening: Sequence[int]
-) -> ReplyStream:
-    chat = episode.service.chat
-    primitives = [PRIMITIVE_SCHEMAS[name] for name in episode.request.primitives]
-    return ReplyStream(
-        chat.call_format,
-        step,
-        tools=[*tools, *primitives],
-        in_reasoning=opens_reasoning(chat.tokenizer.decode(opening), family=chat.call_format),
-        taken=thread.call_ids(),
+def _reader(episode: Episode, thread: Thread, request: TurnRequest, plan: _Plan) -> ReplyReader:
+    return reply_reader(
+        episode,
+        thread,
+        tools=plan.tools,
+        step=plan.step,
+        opening=plan.opening,
+        stops=request.stops,
     )
 
 
-def _summary(parsed: ParsedReply) -> str:
-    if parsed.tool_calls:
-        return short(", ".join(call.name or "bad call" for call in parsed.tool_calls))
-    return short(parsed.text)
-
-
-def _before_stop(raw: str, stops: Sequence[str]) -> str:
-    cuts = [at for stop in stops if stop and (at := raw.find(stop)) >= 0]
-    return raw[: min(cuts)] if cuts else raw
-
-
-def _delta(event: SampledToken, text: TextStream, stops: frozenset[int]) -> TokenDelta:
-    return TokenDelta(
-        token_ids=(event.token_id,),
-        sampled_logprobs=(event.logprob,),
-        text=text.finish() if event.token_id in stops else text.push(event.token_id),
-    )
+def _summary(said: ParsedReply) -> str:
+    if said.tool_calls:
+        return short(", ".join(call.name or "bad call" for call in said.tool_calls))
+    return short(said.text)
 
 
 @contextlib.asynccontextmanager

@@ -37,6 +37,9 @@ class ScriptedEngine(DryEngine):
     A turn whose script is None yields one token a centisecond, without end.
     """
 
+    pause_s = 0.0
+    """Before each token."""
+
     def __init__(self, chat: ChatRenderer, script: Script, *, max_positions: int = 1 << 20) -> None:
         super().__init__(info=replace(DRY_INFO, max_positions=max_positions))
         self.running_turns = 0
@@ -68,6 +71,7 @@ class ScriptedEngine(DryEngine):
                 yield SampledToken(token_id=65, logprob=-1.0)
             ids = self._chat.reply(reply)[: sampling.max_tokens]
             for token_id in ids:
+                await asyncio.sleep(self.pause_s)
                 yield SampledToken(token_id=token_id, logprob=-0.5)
         finally:
             self.running_turns -= 1

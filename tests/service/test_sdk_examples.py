@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples import branching, tool_loop
+from examples import branching, early_cancel, tool_loop
 from harness_sdk import ThreadStatus
 from tests.service.sdk_service import ScriptedEngine, calls, scripted
 
@@ -45,3 +45,22 @@ async def test_tool_loop_example_asks_in_branches_and_is_rewarded() -> None:
         assert (result.status, result.answer) == (ThreadStatus.DONE, "Oslo")
         assert {child.answer for child in result.children.values()} == {"724000", "294000"}
     assert service.records.written[0].reward == 1.0
+
+
+async def test_early_cancel_example_stops_a_call_while_it_is_written() -> None:
+    def script(text: str) -> str:
+        if "<tool_response>" in text:
+            return calls(("done", {"answer": "there is room"}))
+        command = "ls /tmp" if "Never use" in text else "rm -r /tmp; " + "echo so; " * 100
+        return calls(("shell", {"command": command}))
+
+    async with scripted(script) as service:
+        assert isinstance(service.engine, ScriptedEngine)
+        service.engine.pause_s = 0.002
+        assert await early_cancel.work(service.address, "Make room in /tmp") == "there is room"
+        assert service.engine.running_turns == 0
+        assert len(service.engine.seen) == 3
+    (record,) = service.records.written
+    # The stopped turn left nothing behind.
+    assert record.threads[0].num_turns == 2
+    assert record.num_sampled < 250

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.chat.calls import (
-    FAMILIES,
+from harness_sdk.deltas import (
     AllWasReasoning,
+    CallArguments,
     CallBegun,
     CallFinished,
-    ParsedReply,
     ReasoningDelta,
     ReplyEvent,
-    ReplyStream,
     TextDelta,
-    parse_reply,
 )
+from rollout_service.chat.calls import FAMILIES, ParsedReply, ReplyStream, parse_reply
 from tests.call_cases import BROKEN, WRITERS
 
 _JSON = [
@@ -121,13 +121,28 @@ def test_events_add_up_to_the_whole_reply_however_it_is_cut(
 ) -> None:
     raw = data.draw(replies(family))
     whole = parse_reply(raw, family=family, step=1, in_reasoning=in_reasoning)
+    told = arguments_told(read(family, [raw], in_reasoning=in_reasoning))
     for pieces in (cut_at(raw, cuts), list(raw)):
         events = read(family, pieces, in_reasoning=in_reasoning)
         assert ParsedReply.of(events) == whole
         assert_each_call_begins_before_it_ends(events, raw)
+        assert arguments_told(events) == told
+    for call, text in zip(whole.tool_calls, told[len(told) - len(whole.tool_calls) :], strict=True):
+        assert call.error or isinstance(json.loads(text), dict)
     assert whole.text == whole.text.strip() and whole.reasoning == whole.reasoning.strip()
     (whole.text + whole.reasoning + "".join(call.error for call in whole.tool_calls)).encode()
     assert all(call.error or call.name for call in whole.tool_calls)
+
+
+def arguments_told(events: Iterable[ReplyEvent]) -> list[str]:
+    """What was told of the arguments of each call, void ones too."""
+    told: list[str] = []
+    for event in events:
+        if isinstance(event, CallBegun):
+            told.append("")
+        elif isinstance(event, CallArguments):
+            told[-1] += event.text
+    return told
 
 
 def assert_each_call_begins_before_it_ends(events: list[ReplyEvent], raw: str) -> None:
@@ -149,6 +164,8 @@ def assert_each_call_begins_before_it_ends(events: list[ReplyEvent], raw: str) -
             case AllWasReasoning():
                 assert begun is None
                 number, given = 0, []
+            case CallArguments():
+                assert event.text and begun is not None
             case TextDelta() | ReasoningDelta():
                 assert event.text and begun is None
     assert begun is None and len(given) == len(set(given))
@@ -160,10 +177,42 @@ def test_a_call_begins_before_its_arguments_and_ends_with_its_last_character(for
     written = write("look", {"q": "abc"})
     stream = ReplyStream(family, 1)
     before, argument, after = written.partition("abc")
-    assert [type(event) for event in stream.push(before)] == [CallBegun]
-    assert stream.push(argument) == []
+    events = stream.push(before)
+    assert isinstance(events[0], CallBegun) and len(events) <= 2
+    assert all(isinstance(event, CallArguments) for event in [*events[1:], *stream.push(argument)])
     events = stream.push(after) or stream.finish()
-    assert [type(event) for event in events] == [CallFinished]
+    assert isinstance(events[-1], CallFinished)
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("arguments", [{}, {"q": 'a "b" {é}\n'}, {"q": [1, {"a": None}], "n": 2.5}])
+def test_arguments_are_told_as_json_while_they_come(form: str, arguments: dict[str, Any]) -> None:
+    family, write = WRITERS[form]
+    events = read(family, list(write("look", arguments) + write("look", arguments)))
+    assert [json.loads(text) for text in arguments_told(events)] == [arguments] * 2
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["hermes", "llama_json", "mistral", "mistral, by name", "deepseek", "harmony", "kimi_k2"],
+)
+def test_arguments_written_as_json_are_told_character_by_character(form: str) -> None:
+    family, write = WRITERS[form]
+    before, argument, _ = write("look", {"q": "abcdef"}).partition("abcdef")
+    stream = ReplyStream(family, 1)
+    stream.push(before)
+    assert [stream.push(character) for character in argument] == [
+        [CallArguments(text=character)] for character in argument
+    ]
+
+
+def test_arguments_that_stand_before_the_name_are_told_at_the_end() -> None:
+    for raw in (
+        '<tool_call>{"arguments": {"q": 1}, "name": "look"}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": "{\\"q\\": 1}"}</tool_call>',
+        '<tool_call>{"function": {"name": "look", "arguments": {"q": 1}}}</tool_call>',
+    ):
+        assert arguments_told(read("hermes", list(raw))) == ['{"q": 1}']
 
 
 def test_text_is_given_out_but_for_what_may_become_a_marker() -> None:
@@ -180,7 +229,7 @@ def test_text_is_given_out_but_for_what_may_become_a_marker() -> None:
 def test_reasoning_without_a_beginning_takes_back_what_was_given_out() -> None:
     stream = ReplyStream("hermes", 1)
     raw = 'hm\n<tool_call>{"name": "look"}</tool_call>\n'
-    assert len(stream.push(raw)) == 3
+    assert len(stream.push(raw)) == 4
     assert stream.push("</think>\n\nso") == [
         AllWasReasoning(reasoning=raw.strip()),
         TextDelta(text="so"),

@@ -7,7 +7,7 @@ import pickle
 import grpc
 import pytest
 
-from harness_sdk import _wire, errors, types
+from harness_sdk import _wire, deltas, errors, types
 
 BUDGET = types.Budget(
     tokens_used=10, tokens_left=90, turns_left=4, threads_left=2, reserve_reached=True
@@ -104,6 +104,26 @@ def test_turn_survives_the_wire() -> None:
     proto = _wire.turn_to_proto(turn, head=3)
     assert proto.head == 3
     assert _wire.turn_from_proto(proto, turn.token_ids, turn.sampled_logprobs) == turn
+
+
+@pytest.mark.parametrize("text", ["", "é\n"])
+def test_events_survive_the_wire(text: str) -> None:
+    call = types.ToolCall(call_id="c", name="look", arguments={"q": [1, "é"]})
+    events = (
+        deltas.TextDelta(text=text),
+        deltas.ReasoningDelta(text=text),
+        deltas.CallBegun(name=text),
+        deltas.CallArguments(text=text),
+        deltas.CallFinished(call=call),
+        deltas.AllWasReasoning(reasoning=text),
+    )
+    delta = deltas.TokenDelta(token_ids=(7,), sampled_logprobs=(-0.5,), text="a", events=events)
+    assert _wire.delta_from_proto(_wire.delta_to_proto(delta)) == delta
+
+
+def test_events_of_another_release_are_left_out() -> None:
+    proto = _wire.pb.TokenDelta(events=[_wire.pb.ReplyEvent(), _wire.pb.ReplyEvent(text="a")])
+    assert _wire.delta_from_proto(proto).events == (deltas.TextDelta(text="a"),)
 
 
 def test_turn_with_missing_deltas_is_refused() -> None:

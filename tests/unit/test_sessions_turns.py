@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from harness_sdk.deltas import CallArguments, CallBegun, CallFinished, TokenDelta
 from harness_sdk.errors import (
     EngineError,
     EpisodeNotFound,
@@ -21,8 +22,8 @@ from harness_sdk.types import (
     SamplingOptions,
     StructuredOutput,
     ThreadStatus,
-    TokenDelta,
 )
+from rollout_service.chat.calls import ParsedReply
 from rollout_service.cursors import Cursor
 from rollout_service.sessions.replies import TurnReply
 from rollout_service.sessions.turns import TurnRequest, take_turn
@@ -124,6 +125,65 @@ async def test_deltas_add_up_and_hold_whole_characters() -> None:
     assert [d.text for d in deltas] == ["", "é", "", "", "漢", ""]
     assert sum((d.token_ids for d in deltas), ()) == reply.turn.token_ids
     assert sum((d.sampled_logprobs for d in deltas), ()) == reply.turn.sampled_logprobs
+
+
+async def _read(
+    events: AsyncIterator[TokenDelta | TurnReply],
+) -> tuple[list[TokenDelta], TurnReply]:
+    *deltas, reply = [event async for event in events]
+    assert isinstance(reply, TurnReply)
+    return [delta for delta in deltas if isinstance(delta, TokenDelta)], reply
+
+
+@pytest.mark.parametrize("stop", [(), ("STOP",), ("Sx",)])
+async def test_events_of_the_deltas_add_up_to_the_turn(stop: tuple[str, ...]) -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=("done",))
+    said = f"<think>hm</think>I look.{tool_call('done', answer='é [1]')} S"
+    bench.engine.scripts.append(ids(said + "TOP" * bool(stop == ("STOP",)), IM_END))
+    sampling = SamplingOptions(max_tokens=200, stop=stop)
+    stream = bench.sessions.generate(bench.call(), USER, sampling=sampling, with_events=True)
+    deltas, reply = await _read(stream)
+    found = [event for delta in deltas for event in delta.events]
+    whole = ParsedReply.of(found)
+    assert (whole.text, whole.reasoning) == (reply.turn.text, reply.turn.reasoning)
+    assert whole.tool_calls == reply.turn.tool_calls
+    assert whole.text.endswith(" S") == (stop != ("STOP",))
+    # The call begins, and its arguments come, before it is whole.
+    kinds = [[type(event) for event in delta.events] for delta in deltas]
+    begun, ended = kinds.index([CallBegun]), kinds.index([CallFinished])
+    assert sum([CallArguments] == kind for kind in kinds[begun:ended]) > 5
+    assert sum((delta.token_ids for delta in deltas), ()) == reply.turn.token_ids
+
+
+async def test_deltas_hold_no_events_that_nobody_asked_for() -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=())
+    bench.engine.scripts.append(ids("so", IM_END))
+    deltas, _ = await _read(bench.sessions.generate(bench.call(), USER))
+    assert len(deltas) == 3 and not any(delta.events for delta in deltas)
+
+
+@pytest.mark.parametrize("is_repeat", [False, True])
+async def test_a_turn_that_was_not_streamed_tells_its_events_at_once(is_repeat: bool) -> None:
+    bench = Bench()
+    assert isinstance(bench.engine, ScriptedEngine)
+    await bench.open(primitives=("done",))
+    said = "<think>hm</think>I look." + tool_call("done", answer="x")
+    bench.engine.scripts.append(ids(said, IM_END))
+    call = bench.call(idempotency_key="k")
+    demonstration = None if is_repeat else said
+    if is_repeat:
+        _ = [event async for event in bench.sessions.generate(call, USER)]
+    stream = bench.sessions.generate(call, USER, with_events=True, demonstration=demonstration)
+    (delta,), reply = await _read(stream)
+    assert ParsedReply.of(delta.events) == ParsedReply(
+        text=reply.turn.text, reasoning="hm", tool_calls=reply.turn.tool_calls
+    )
+    (arguments,) = [event.text for event in delta.events if isinstance(event, CallArguments)]
+    assert arguments == '{"answer": "x"}'
 
 
 async def test_a_demonstration_is_recorded_as_sampled_and_parsed() -> None:

@@ -28,6 +28,9 @@ PARSERS = {
     "granite": "granite",
     "granite 4": "granite4",
     "kimi_k2": "kimi_k2",
+    "pythonic": "llama4_pythonic",
+    "dsml": "deepseek_v32",
+    "dsml, of V4": "deepseek_v4",
 }
 TYPES = {
     "q": "string",
@@ -108,7 +111,7 @@ def test_calls_are_those_that_vllm_reads(
 ) -> None:
     parsers, protocol = modules
     family, write = WRITERS[form]
-    raw = write("look", arguments)
+    raw = write("look", arguments).strip()
     request = protocol.ChatCompletionRequest(
         model="m", messages=[{"role": "user", "content": "go"}], tools=[TOOL]
     )

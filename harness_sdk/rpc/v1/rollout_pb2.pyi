@@ -183,18 +183,20 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("call", "messages", "tools_json", "sampling", "demonstration")
+    __slots__ = ("call", "messages", "tools_json", "sampling", "demonstration", "with_events")
     CALL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEMONSTRATION_FIELD_NUMBER: _ClassVar[int]
+    WITH_EVENTS_FIELD_NUMBER: _ClassVar[int]
     call: CallContext
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     tools_json: str
     sampling: Sampling
     demonstration: str
-    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., tools_json: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., demonstration: _Optional[str] = ...) -> None: ...
+    with_events: bool
+    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., tools_json: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., demonstration: _Optional[str] = ..., with_events: bool = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("delta", "turn")
@@ -205,14 +207,32 @@ class GenerateEvent(_message.Message):
     def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., turn: _Optional[_Union[TurnReply, _Mapping]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "text")
+    __slots__ = ("token_ids", "logprobs", "text", "events")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     text: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., text: _Optional[str] = ...) -> None: ...
+    events: _containers.RepeatedCompositeFieldContainer[ReplyEvent]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., text: _Optional[str] = ..., events: _Optional[_Iterable[_Union[ReplyEvent, _Mapping]]] = ...) -> None: ...
+
+class ReplyEvent(_message.Message):
+    __slots__ = ("text", "reasoning", "call_begun", "call_arguments", "call_finished", "all_was_reasoning")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    CALL_BEGUN_FIELD_NUMBER: _ClassVar[int]
+    CALL_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    CALL_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ALL_WAS_REASONING_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    reasoning: str
+    call_begun: str
+    call_arguments: str
+    call_finished: ToolCall
+    all_was_reasoning: str
+    def __init__(self, text: _Optional[str] = ..., reasoning: _Optional[str] = ..., call_begun: _Optional[str] = ..., call_arguments: _Optional[str] = ..., call_finished: _Optional[_Union[ToolCall, _Mapping]] = ..., all_was_reasoning: _Optional[str] = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("call_id", "name", "arguments_json", "error")

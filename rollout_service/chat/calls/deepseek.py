@@ -35,7 +35,7 @@ def _read(reader: Reader, call: Call) -> Waiting[None]:
     call.begin_checked(name)
     yield from spaces(reader)
     fenced = yield from accept(reader, "```json", "```")
-    text = yield from arguments_text(reader, ("```", _CLOSE, *others))
+    text = yield from arguments_text(reader, call, ("```", _CLOSE, *others))
     if fenced:
         yield from spaces(reader)
         yield from accept(reader, "```")

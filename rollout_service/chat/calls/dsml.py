@@ -63,6 +63,7 @@ def _read(reader: Reader, call: Call) -> Waiting[None]:
             raise Broken(f"text stands where {_PARAMETER} or {_CLOSE} should")
         key, value = yield from _read_parameter(reader, call)
         arguments[key] = value
+        call.tell_argument(key, value)
 
 
 def _read_parameter(reader: Reader, call: Call) -> Waiting[tuple[str, Any]]:

@@ -59,6 +59,7 @@ def _read(reader: Reader, call: Call) -> Waiting[None]:
         if closed != _VALUE_END:
             raise Broken(f"the value of {key[:40]} is not closed")
         arguments[key] = typed(text, call.properties.get(key))
+        call.tell_argument(key, arguments[key])
 
 
 GLM = Family(name="glm", parse=tagged({_OPEN: _read_tool_call}), taught_by=(_KEY,), reasoning=THINK)

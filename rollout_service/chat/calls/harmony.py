@@ -65,7 +65,7 @@ def _read_call(reader: Reader, call: Call, recipient: str) -> Waiting[None]:
     call.begin_checked(recipient.removeprefix("functions."))
     # The token that ends a call is the turn's stop token, which the text does not hold.
     ends = (*_ENDS, _START)
-    text = yield from arguments_text(reader, ends, may_be_cut=True)
+    text = yield from arguments_text(reader, call, ends, may_be_cut=True)
     yield from closing(reader, _ENDS, (_START,))
     finish_arguments(call, text)
 

@@ -18,30 +18,37 @@ _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _PLAIN = re.compile(r"[\s:,+\-.0-9Eaeflnrstu]*")
 # Characters of the JSON in which its name is looked for while the rest is on its way.
 _MAX_HEAD = 1000
+# What stands between a call's name, its first key, and its arguments.
+_ARGUMENTS_NEXT = re.compile(r'(?:\s*,\s*"(?:arguments|parameters)"\s*:)?\s*(?=\{)')
 # Without what only a lost quote brings into a name.
 _NAME_FIRST = re.compile(r'\{\s*"name"\s*:\s*"([^"\\<>{}\x00-\x1f]{1,200})"')
 
 
 def json_text(
-    reader: Reader, call: Call | None = None, name: re.Pattern[str] = _NAME_FIRST
+    reader: Reader, call: Call, name: re.Pattern[str] | None = _NAME_FIRST
 ) -> Waiting[str]:
     """Read one object, array or string; nothing but white space is read where it is broken.
 
     Args:
         reader: Where it begins.
-        call: Begun as soon as the JSON shows its name.
-        name: How the JSON shows it.
+        call: Begun as soon as the JSON shows its name, and told its arguments as they come.
+        name: How the JSON shows it; None where the arguments alone are JSON.
 
     Raises:
         Broken: It is no JSON, or cut off.
     """
     yield from spaces(reader)
-    end = _End()
+    end, arguments = _End(), _Arguments(call, name)
     while True:
-        found = name.match(reader.text, 0, _MAX_HEAD) if call is not None else None
-        if call is not None and not call.name and found is not None and found[1].strip():
-            call.begin(found[1])
-        if end.find(reader.text):
+        if name is not None and not call.name:
+            found = name.match(reader.text, 0, _MAX_HEAD)
+            if found is not None and found[1].strip():
+                call.begin(found[1])
+        try:
+            is_whole = end.find(reader.text)
+        finally:
+            arguments.tell(reader.text[: end.at])
+        if is_whole:
             return reader.take(end.at)
         if reader.ended:
             raise Broken(
@@ -108,12 +115,13 @@ def finish_arguments(call: Call, text: str) -> None:
 
 
 def arguments_text(
-    reader: Reader, ends: tuple[str, ...], *, may_be_cut: bool = False
+    reader: Reader, call: Call, ends: tuple[str, ...], *, may_be_cut: bool = False
 ) -> Waiting[str]:
     """Read a call's arguments; empty where an end marker comes at once.
 
     Args:
         reader: Behind the call's name.
+        call: The call.
         ends: Markers that end it.
         may_be_cut: The end of the text is an end too.
 
@@ -123,7 +131,7 @@ def arguments_text(
     yield from spaces(reader)
     while not reader.text.startswith(ends):
         if not any(end.startswith(reader.text) for end in ends):
-            return (yield from json_text(reader))
+            return (yield from json_text(reader, call, None))
         if reader.ended and may_be_cut:
             break
         if reader.ended:
@@ -168,11 +176,49 @@ def call_list(
             return True
 
 
+class _Arguments:
+    """Tells a call its arguments while they come.
+
+    Args:
+        call: The call.
+        name: How the JSON shows its name; None where it is the arguments themselves.
+    """
+
+    def __init__(self, call: Call, name: re.Pattern[str] | None) -> None:
+        self._call = call
+        self._name = name
+        self._end: _End | None = None
+        self._told = 0
+        self._is_over = False
+
+    def tell(self, text: str) -> None:
+        """Tell what is new of `text`, which is whole or the beginning of a whole."""
+        if self._end is None:
+            self._begin(text)
+        if self._end is not None and self._call.name and not self._is_over:
+            self._is_over = self._end.find(text)
+            self._call.tell(text[self._told : self._end.at])
+            self._told = self._end.at
+
+    def _begin(self, text: str) -> None:
+        at = 0
+        if self._name is not None:
+            found = self._name.match(text, 0, _MAX_HEAD)
+            between = _ARGUMENTS_NEXT.match(text, found.end(), _MAX_HEAD) if found else None
+            if between is None:
+                return
+            at = between.end()
+        elif not text.startswith("{"):
+            # A string that holds the object, or nothing yet.
+            return
+        self._end, self._told = _End(at), at
+
+
 class _End:
     """Looks for the end of a JSON value in text that grows; each character is read once."""
 
-    def __init__(self) -> None:
-        self.at = 0
+    def __init__(self, start: int = 0) -> None:
+        self.at = self._start = start
         self._open: list[str] = []
         self._in_string = False
 
@@ -189,7 +235,7 @@ class _End:
                     return False
             else:
                 self._read_plain(text)
-            if self.at and not self._open and not self._in_string:
+            if self.at > self._start and not self._open and not self._in_string:
                 return True
         return False
 

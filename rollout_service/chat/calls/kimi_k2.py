@@ -28,7 +28,7 @@ def _read(reader: Reader, call: Call) -> Waiting[None]:
     call.begin_checked(name if colon and index.isdecimal() else f"{name}{colon}{index}")
     if _OWN_ID.fullmatch(call_id):
         call.named_by_model(call_id)
-    text = yield from arguments_text(reader, (_CLOSE, *_OTHERS))
+    text = yield from arguments_text(reader, call, (_CLOSE, *_OTHERS))
     yield from closing(reader, (_CLOSE,), _OTHERS)
     finish_arguments(call, text)
 

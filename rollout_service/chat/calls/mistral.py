@@ -48,7 +48,7 @@ def _read_named(reader: Reader, call: Call) -> Waiting[None]:
             call.named_by_model(call_id)
     else:
         yield from accept(reader, _ARGS)
-    finish_arguments(call, (yield from arguments_text(reader, (_OPEN,))))
+    finish_arguments(call, (yield from arguments_text(reader, call, (_OPEN,))))
 
 
 MISTRAL = Family(

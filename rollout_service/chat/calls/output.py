@@ -7,15 +7,16 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from harness_sdk.types import ToolCall, ToolSchemas
-from rollout_service.chat.calls.events import (
+from harness_sdk.deltas import (
     AllWasReasoning,
+    CallArguments,
     CallBegun,
     CallFinished,
     ReasoningDelta,
     ReplyEvent,
     TextDelta,
 )
+from harness_sdk.types import ToolCall, ToolSchemas
 from rollout_service.chat.calls.reader import Broken, Fault
 
 _NAME = re.compile(r"[^\s<>{}\[\]()\"'`=,;]{1,200}")
@@ -99,6 +100,9 @@ class Call:
     ) -> None:
         self.form = form
         self.name = ""
+        self._is_told = False
+        """Something of the arguments was told already, in pairs or as the model wrote it."""
+        self._in_pairs = False
         self._events = events
         self._call_id = call_id
         self._tools = tools
@@ -142,6 +146,20 @@ class Call:
         """Argument schemas of the tool; empty where it is not known."""
         return self._tools.get(self.name, {}).get("parameters", {}).get("properties", {})
 
+    def tell(self, text: str) -> None:
+        """More of the arguments, which the model itself writes as JSON."""
+        if text:
+            self._is_told = True
+            self._events.append(CallArguments(text=text))
+
+    def tell_argument(self, key: str, value: Any) -> None:
+        """One more argument, of a model that writes no JSON."""
+        pair = f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+        # Escapes in the value may have made half of a surrogate pair.
+        pair = pair.encode("utf-8", "replace").decode()
+        self.tell(f", {pair}" if self._in_pairs else f"{{{pair}")
+        self._in_pairs = True
+
     def finish(self, arguments: Mapping[str, Any]) -> None:
         """The call is whole.
 
@@ -149,11 +167,16 @@ class Call:
             Fault: The arguments cannot be sent on.
         """
         try:
-            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written.encode()
         except UnicodeEncodeError as error:
             raise Fault("the arguments hold half of a surrogate pair") from error
         except ValueError as error:
             raise Fault("the arguments hold a number that is too large") from error
+        if not self._is_told:
+            self.tell(written)
+        elif self._in_pairs:
+            self.tell("}")
         self._end(arguments, "")
 
     def fail(self, fault: Fault) -> None:

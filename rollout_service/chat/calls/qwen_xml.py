@@ -71,6 +71,7 @@ def _read_arguments(reader: Reader, call: Call) -> Waiting[dict[str, Any]]:
             raise Broken(f"text stands where {_PARAMETER}KEY> or {_FUNCTION_END} should")
         key = yield from until(reader, ">", "\n", _CLOSE)
         arguments[key] = yield from _read_value(reader, call, key)
+        call.tell_argument(key, arguments[key])
 
 
 def _read_value(reader: Reader, call: Call, key: str) -> Waiting[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from harness_sdk.deltas import ReplyEvent
 from harness_sdk.types import ToolSchemas
-from rollout_service.chat.calls.events import ParsedReply, ReplyEvent
 from rollout_service.chat.calls.families import FAMILIES
 from rollout_service.chat.calls.output import Output
 from rollout_service.chat.calls.reader import Reader
+from rollout_service.chat.calls.reply import ParsedReply
 
 # Characters: the reader copies what it has not read each time that it reads a little.
 _PIECE = 4096
