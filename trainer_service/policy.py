@@ -28,6 +28,7 @@ from trainer_service.models import (
     PackedTree,
     default_mount_layers,
     model_hooks,
+    use_fused,
     use_row_tiles,
     use_tree,
 )
@@ -131,6 +132,7 @@ class Policy:
         activation_tile_tokens: int = 16_384,
     ) -> Policy:
         """As `load`, of a Hugging Face model that is there already."""
+        use_fused(model)
         if activation_checkpointing:
             # Renamed in transformers 5.24; the first argument is the same. No layer draws numbers.
             new_name = getattr(model, "activation_checkpointing_enable", None)
