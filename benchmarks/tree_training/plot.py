@@ -11,6 +11,7 @@ def draw(rows: list[dict[str, Any]], detail: dict[str, Any], path: Path) -> None
     shown = [row for row in rows if row["speedup"] is not None]
     if not shown:
         return
+    import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -28,4 +29,5 @@ def draw(rows: list[dict[str, Any]], detail: dict[str, Any], path: Path) -> None
     axes.set_yticks(places, [f"{row['tree'][:34]} ({row['tokens_unique']:,})" for row in shown])
     axes.set_xlabel(f"times faster than flattened paths, same kernels ({detail['hardware']})")
     axes.legend(loc="best", fontsize=8)
-    FigureCanvasSVG(figure).print_svg(str(path))
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        FigureCanvasSVG(figure).print_svg(str(path))

@@ -98,6 +98,10 @@ class Bench:
         def step() -> None:
             train(self._policy, [strip], max_piece_tokens=case.max_piece_tokens)
 
+        # Pieces compute their activations again already.
+        dict(self._policy.modules())[""].train(
+            self._checkpointing and case.max_piece_tokens is None
+        )
         device = self._policy.device
         if device.type == "cuda":
             with peak_gib(device) as peak:

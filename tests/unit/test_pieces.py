@@ -19,6 +19,7 @@ from harness_sdk.record import EpisodeRecord, MountSpan, NodeKind
 from tests.packed import load_policy, relative
 from tests.random_records import RecordWriter, random_record
 from tests.tiny_models import save_tiny_model
+from tests.tiny_moe_models import MOE_FAMILIES, save_tiny_moe_model
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
@@ -36,7 +37,8 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], P
 
     def get(family: str, dtype: str) -> Policy:
         if (family, dtype) not in loaded:
-            folder = save_tiny_model(tmp_path_factory.mktemp(family), family)
+            save = save_tiny_moe_model if family in MOE_FAMILIES else save_tiny_model
+            folder = save(tmp_path_factory.mktemp(family), family)
             loaded[family, dtype] = load_policy(folder, dtype=dtype)
         return loaded[family, dtype]
 
@@ -109,6 +111,16 @@ def test_pieces_have_the_values_and_gradients_of_the_whole(
         rng = np.random.default_rng(size)
         records.append(random_record(rng, 300, mount_layers=policy.mount_layers))
     _assert_whole(policy, pack_episodes(records), size, limit)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_pieces_of_mixtures_have_the_values_and_gradients_of_the_whole(
+    policies: Callable[[str, str], Policy], family: str
+) -> None:
+    policy = policies(family, "float64")
+    records = [_mounting_record(policy)]
+    records.append(random_record(np.random.default_rng(7), 300, mount_layers=policy.mount_layers))
+    _assert_whole(policy, pack_episodes(records), 7, 1e-11)
 
 
 def test_mounts_of_the_case_cross_pieces_in_both_directions(
