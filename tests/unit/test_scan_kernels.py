@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.interpreter import interpreted
 from tests.scan_cases import CASES, OPERATORS, SOAK_CASES, ScanCase
 
 LIMIT = 3e-6
 """Relative RMS error in float32."""
 LOOSE = {"forgetful", "one_node_63", "chain"}
 """Cases in which almost nothing depends on `a`: its gradient is what cancels."""
-ROOT = Path(__file__).parents[2]
 GRADIENTS = {
     "gated_delta_rule": {"d_query", "d_key", "d_value", "d_log_decay", "d_beta"},
     "ssd": {"d_x", "d_dt", "d_a", "d_b", "d_c"},
 }
-
-
-def _interpreted(*args: str) -> dict[str, Any]:
-    """What the cases give in the interpreter; this process may have Triton without it."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        # Threads cost more than these sizes give them to do.
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
-    }
-    command = [sys.executable, "-m", "tests.scan_cases", *args]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
 
 
 def _assert_equal(errors: dict[str, float], operator: str, name: str, case: ScanCase) -> None:
@@ -52,7 +30,7 @@ def _assert_equal(errors: dict[str, float], operator: str, name: str, case: Scan
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return _interpreted()
+    return interpreted("tests.scan_cases")
 
 
 def _pairs(cases: Iterable[str]) -> list[tuple[str, str]]:
@@ -88,6 +66,6 @@ def test_the_self_test_passes_where_the_kernels_run(report: dict[str, Any], oper
 @pytest.mark.soak
 @pytest.mark.timeout(1300)
 def test_kernels_equal_naive_on_long_nodes_deep_and_wide_trees() -> None:
-    found = _interpreted("soak")
+    found = interpreted("tests.scan_cases", "soak")
     for operator, name in _pairs(SOAK_CASES):
         _assert_equal(found[operator]["errors"][name], operator, name, SOAK_CASES[name])

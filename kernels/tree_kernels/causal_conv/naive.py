@@ -9,7 +9,7 @@ from tree_kernels.layout import Layout
 
 
 def naive_tree_causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, *, silu: bool
 ) -> torch.Tensor:
     """See `op.tree_causal_conv`."""
     wide_type = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -23,4 +23,6 @@ def naive_tree_causal_conv(
     # Row T of the padded strip is zero: what stands before a path's beginning.
     near_forks = (F.pad(wide, (0, 0, 0, 1))[windows] * taps).sum(1)
     out = out.index_copy(0, rows, near_forks)
-    return (out if bias is None else out + bias.to(wide_type)).to(x.dtype)
+    out = out if bias is None else out + bias.to(wide_type)
+    out = (F.silu(out) if silu else out).to(x.dtype)
+    return out[total - layout.num_tokens :]

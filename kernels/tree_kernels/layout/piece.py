@@ -12,6 +12,7 @@ import torch
 
 from tree_kernels.layout.parts import AttentionParts, build_parts
 from tree_kernels.layout.tree import TreeLayout, conv_windows
+from tree_kernels.layout.windows import ConvTable
 
 Table = TypeVar("Table")
 
@@ -87,10 +88,21 @@ class PieceLayout:
         """As `TreeLayout.conv_taps`; the outputs of context rows mean nothing."""
         return self._cached(("conv_taps", width), lambda: self._build_conv_taps(width))
 
+    def conv_table(self, width: int) -> ConvTable:
+        """As `TreeLayout.conv_table`, of the context rows and then `rows`."""
+        return self._cached(
+            ("conv_table", width),
+            lambda: ConvTable.of(self._taken_parents(width), width, self.device),
+        )
+
     def _build_conv_taps(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        taken = np.concatenate([self.context_rows(width), self.rows])
-        rows, windows = conv_windows(places(self._row_parents[taken], taken), width)
+        rows, windows = conv_windows(self._taken_parents(width), width)
         return self.tree.tensor(rows), self.tree.tensor(windows)
+
+    def _taken_parents(self, width: int) -> np.ndarray:
+        """Of the rows that a convolution takes, the place of the row before each."""
+        taken = np.concatenate([self.context_rows(width), self.rows])
+        return places(self._row_parents[taken], taken)
 
     def parts(self, *, mounted: bool) -> AttentionParts:
         """What attention computes; keys count `seen_rows` and then `rows`."""

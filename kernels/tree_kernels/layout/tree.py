@@ -15,6 +15,7 @@ import torch
 from tree_kernels.layout.chains import ChainTable, build_chains
 from tree_kernels.layout.chunks import ChunkTable, build_chunks, default_chunk_size
 from tree_kernels.layout.parts import AttentionParts, build_parts
+from tree_kernels.layout.windows import ConvTable
 
 Table = TypeVar("Table")
 
@@ -142,6 +143,12 @@ class TreeLayout:
             T where the path has begun.
         """
         return self._cached(("conv_taps", width), lambda: self._build_conv_taps(width))
+
+    def conv_table(self, width: int) -> ConvTable:
+        """The same of all rows, and for forks the other way round."""
+        return self._cached(
+            ("conv_table", width), lambda: ConvTable.of(self.row_parents(), width, self.device)
+        )
 
     def _build_conv_taps(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, windows = conv_windows(self.row_parents(), width)

@@ -1,0 +1,26 @@
+"""The tree convolution's Triton kernels on a GPU against float64 on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conv_cases import CASES, errors_of, unrepeated
+from tests.tree_cases import poisoned_empty
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Relative RMS error of outputs and gradients."""
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_naive(name: str, dtype: torch.dtype) -> None:
+    with poisoned_empty():
+        errors = errors_of(CASES[name], "cuda", dtype)
+    assert {tensor: error for tensor, error in errors.items() if not error <= LIMITS[dtype]} == {}
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    assert unrepeated("cuda", torch.bfloat16) == []
