@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +78,28 @@ class Bench:
         detail: dict[str, Any] = {"flops": work, "flat_flops": flat_work}
         self.rows.append(row)
         self.detail[case.name] = detail
-        try:
-            self._measure_tree(case, strip, row, detail)
-        except torch.cuda.OutOfMemoryError:
-            detail["error"] = "out of memory"
-            torch.cuda.empty_cache()
+        if not self._succeeds(detail, lambda: self._measure_tree(case, strip, row, detail)):
             return
         detail["flops_per_s"] = work / detail["step_s"]
         detail["share_of_matmul_peak"] = detail["flops_per_s"] / self._peak
         self._write()
         if case.flat is not None:
-            self._compare(case, flat, row, detail)
+            self._succeeds(detail, lambda: self._compare(case, flat, row, detail))
+            self._write()
         if case.stock_paths:
-            self._compare_stock(case, record, detail)
+            self._succeeds(detail, lambda: self._compare_stock(case, record, detail))
         _say(_line(row, detail))
+
+    def _succeeds(self, detail: dict[str, Any], measure: Callable[[], None]) -> bool:
+        """Run `measure`; what PyTorch cannot do, for memory or else, is told and not measured."""
+        try:
+            measure()
+        except RuntimeError as error:
+            detail["error"] = str(error)[:300]
+            _say(f"failed: {detail['error']}")
+            torch.cuda.empty_cache()
+            return False
+        return True
 
     def _measure_tree(
         self, case: Case, strip: Strip, row: dict[str, Any], detail: dict[str, Any]

@@ -15,6 +15,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.tree_training.memory import LiveBytes
 from harness_sdk.record import EpisodeRecord, MountSpan, NodeKind
 from tests.packed import load_policy, relative
 from tests.random_records import RecordWriter, random_record
@@ -239,6 +240,24 @@ def test_memory_is_that_of_one_piece_however_long_the_strip(
     assert _peak(policy, long, None) > 3.5 * with_path
     peaks = [_peak(policy, strip, 80) for strip in (short, long)]
     assert max(peaks) <= with_path, (peaks, with_path)
+
+
+def test_all_memory_is_that_of_a_piece_and_the_boundary_with_its_gradients(
+    policies: Callable[[str, str], Policy],
+) -> None:
+    policy = policies("llama", "float32")
+    with_path, long = _bush(policy, 2), _bush(policy, 6)
+
+    def peak(strip: Strip, size: int | None) -> int:
+        with LiveBytes() as meter:
+            _computed(policy, strip, size)
+        return meter.peak
+
+    # Keys and values of the trunk in eight layers, and gradients as wide as they are.
+    boundary = 2 * (8 * 2 * 40 * 2 * 12 * 4)
+    # Index tables and log-probabilities of four more branches.
+    rest = 4 * 40 * 64
+    assert peak(long, 80) <= peak(with_path, None) + boundary + rest
 
 
 def test_boundary_keeps_what_other_pieces_read_and_no_more(
