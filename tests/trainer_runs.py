@@ -39,14 +39,14 @@ def episodes() -> list[EpisodeRecord]:
     return [*records[:5], failed, records[2], *records[5:]]
 
 
-def run_config(folder: Path, model: Path, run: str, **fields: Any) -> TrainerConfig:
+def run_config(folder: Path, model_path: Path, run: str, **fields: Any) -> TrainerConfig:
     """A run of few steps that publishes nothing."""
     return TrainerConfig.model_validate(
         {
             "run": run,
             "run_folder": folder,
             "max_steps": MAX_STEPS,
-            "model": {"path": model},
+            "model": {"path": model_path},
             "lora": {"rank": 2, "alpha": 4.0},
             "optim": {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1},
             "publish": {"enabled": False},

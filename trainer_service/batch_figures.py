@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness_sdk.record import EpisodeRecord, NodeKind
 from trainer_service.feed import Batch
-from trainer_service.strip import Strip
+from trainer_service.figures import StripFigures
 
 
 def batch_figures(batch: Batch, version: int, *, compared: bool) -> dict[str, float]:
@@ -34,15 +34,14 @@ def batch_figures(batch: Batch, version: int, *, compared: bool) -> dict[str, fl
     }
 
 
-def token_figures(batch: Batch, strips: Sequence[Strip]) -> dict[str, float]:
+def token_figures(batch: Batch, computed: StripFigures) -> dict[str, float]:
     """Of what was computed; `tokens/skipped` is what was not, for it taught nothing."""
-    packed = sum(strip.num_tokens for strip in strips)
-    flat = sum(strip.tokens_flat for strip in strips)
+    packed, flat = computed.num_tokens, computed.num_flat
     return {
         "tokens/packed": float(packed),
         "tokens/flat": float(flat),
         "tokens/packed_over_flat": packed / flat,
-        "tokens/actions": float(sum(strip.action_source.shape[0] for strip in strips)),
+        "tokens/actions": float(computed.num_actions),
         "tokens/skipped": float(sum(e.record.num_tokens for e in batch.episodes) - packed),
     }
 

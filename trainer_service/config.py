@@ -242,6 +242,11 @@ class TrainerConfig(Options):
         """The run's own folder."""
         return self.run_folder / self.run
 
+    def on_device(self, device: str) -> TrainerConfig:
+        """The same with `model.device` replaced."""
+        model = self.model.model_copy(update={"device": device})
+        return self.model_copy(update={"model": model})
+
     @property
     def needs_groups(self) -> bool:
         """Whether the objective compares episodes of a group."""

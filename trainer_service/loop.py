@@ -15,19 +15,22 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from harness_sdk._cancellation import end
-from harness_sdk.errors import EngineError
+from harness_sdk.errors import ConfigError, EngineError
+from harness_sdk.model_cost import ModelCost, read_model_cost
 from trainer_service.bus import ControlBus
 from trainer_service.config import TrainerConfig
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
+from trainer_service.follower import copy_leader
 from trainer_service.groups import GroupAssembler
 from trainer_service.metrics import report
 from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
+from trainer_service.ranks import Ranks
 from trainer_service.run_folder import identity, locked
 from trainer_service.run_keys import claim_run, grant_permits, permits, send_figures
 from trainer_service.run_state import Progress, RunState, probe_tokens
-from trainer_service.step import StepResult, train_step
+from trainer_service.step import StepResult, dismiss, train_step
 from trainer_service.stream import EpisodeStream, RedisLink
 
 log = logging.getLogger(__name__)
@@ -38,23 +41,27 @@ GRACE_S = 3.0
 T = TypeVar("T")
 
 
-async def train(config: TrainerConfig, stop: asyncio.Event) -> Progress:
+async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None = None) -> Progress:
     """Train until `max_steps`, the end of the records, or `stop`.
 
     Args:
         config: Of the service; `config.folder` takes checkpoints, adapters and metrics.
         stop: Set it to end after the step in progress.
+        ranks: The processes that this one leads, which are in `follower.follow`; None leads none.
 
     Raises:
         ConfigError: Episodes, checkpoint and configuration do not fit together.
         AdapterError: A replica serves something else than the newest version.
         Unavailable: Redis, the broker or enough replicas stayed away.
+        EngineError: Losses are not finite, or one of `ranks` is gone.
     """
+    ranks = ranks or Ranks()
     for name in ("checkpoints", "adapters"):
         (config.folder / name).mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(config.folder))
         run = await asyncio.to_thread(RunState.load, config)
+        await asyncio.to_thread(copy_leader, run.policy, run.optimizer, ranks)
         link = bus = None
         if config.batch.records is None or config.publishes:
             link = RedisLink(config.redis.url, patience_s=config.redis.patience_s)
@@ -62,9 +69,12 @@ async def train(config: TrainerConfig, stop: asyncio.Event) -> Progress:
         if config.publishes:
             bus = ControlBus(config.mqtt.url, config.run, patience_s=config.mqtt.patience_s)
             if await unless_stopped(stop, stack.enter_async_context(bus)) is None:
+                await asyncio.to_thread(dismiss, ranks)
                 return run.progress
-        loop = _Loop(config, run, stop, link, bus)
-        return await loop.run()
+        loop = _Loop(config, run, stop, link, bus, ranks)
+        progress = await loop.run()
+    await asyncio.to_thread(dismiss, ranks)
+    return progress
 
 
 class _Loop:
@@ -77,8 +87,11 @@ class _Loop:
         stop: asyncio.Event,
         link: RedisLink | None,
         bus: ControlBus | None,
+        ranks: Ranks,
     ) -> None:
         self._config = config
+        self._ranks = ranks
+        self._cost = _model_cost(config) if ranks.size > 1 else None
         self._run = run
         self._stop = stop
         self._link = link
@@ -118,6 +131,8 @@ class _Loop:
             batch,
             self._config,
             version=version,
+            ranks=self._ranks,
+            cost=self._cost,
         )
         self._advance(batch, skipped=result.skipped)
         values |= result.metrics
@@ -330,6 +345,15 @@ class _Loop:
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         return await unless_stopped(self._stop, work)
+
+
+def _model_cost(config: TrainerConfig) -> ModelCost | None:
+    assert config.model.path is not None
+    try:
+        return read_model_cost(config.model.path)
+    except ConfigError as error:
+        log.warning("episodes are divided by their tokens alone: %s", error)
+        return None
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

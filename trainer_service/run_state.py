@@ -67,23 +67,8 @@ class RunState:
         torch.manual_seed(config.seed)
         store = CheckpointStore(config.folder / "checkpoints", keep=config.checkpoint.keep)
         found = store.newest()
-        assert config.model.path is not None
-        policy = Policy.load(
-            config.model.path,
-            lora=LoraOptions(
-                rank=config.lora.rank,
-                alpha=config.lora.alpha,
-                target_modules=config.lora.targets or (),
-                seed=config.seed,
-            ),
-            dtype=config.model.dtype,
-            device=config.model.device,
-            adapter_path=found.adapter if found is not None else config.lora.adapter,
-            mount_layers=config.model.mount_layers,
-            activation_checkpointing=config.model.activation_checkpointing,
-            activation_tile_tokens=config.model.activation_tile_tokens,
-        )
-        run = cls(config, policy, store, found)
+        adapter = found.adapter if found is not None else config.lora.adapter
+        run = cls(config, load_policy(config, adapter), store, found)
         if found is None and config.lora.adapter is not None:
             # A given adapter is no base model: it is served as version 1.
             run.progress = Progress(version=1, probe_token_ids=_FIRST_PROBE)
@@ -161,6 +146,26 @@ class RunState:
             state["objective"],
             "" if same_loss else ": the optimiser's moments start anew",
         )
+
+
+def load_policy(config: TrainerConfig, adapter: Path | None) -> Policy:
+    """The base model with a new adapter, or the one in the folder `adapter`."""
+    assert config.model.path is not None
+    return Policy.load(
+        config.model.path,
+        lora=LoraOptions(
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            target_modules=config.lora.targets or (),
+            seed=config.seed,
+        ),
+        dtype=config.model.dtype,
+        device=config.model.device,
+        adapter_path=adapter,
+        mount_layers=config.model.mount_layers,
+        activation_checkpointing=config.model.activation_checkpointing,
+        activation_tile_tokens=config.model.activation_tile_tokens,
+    )
 
 
 def probe_tokens(record: EpisodeRecord, count: int) -> tuple[int, ...]:

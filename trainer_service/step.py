@@ -1,30 +1,32 @@
-"""One optimiser step on a batch: advantages, strips, losses, gradients, and their figures.
+"""One optimiser step on a batch: shares, strips, losses, gradients, and their figures.
 
 Synchronous; the loop runs it on a thread. A tree never crosses a step. Groups whose advantages are
 all 0 teach nothing where every term of the objective is multiplied by the advantage: they count in
-every mean and are not computed.
+every mean and are not computed. Every rank computes strips of its own share; their gradients are
+added, and each rank makes the same step.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from harness_sdk.errors import ConfigError
-from trainer_service.advantages import estimate
+from harness_sdk.errors import ConfigError, EngineError
+from harness_sdk.model_cost import ModelCost
 from trainer_service.batch_figures import batch_figures, token_figures
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
-from trainer_service.divergence import Divergence, divergence
 from trainer_service.feed import Batch
+from trainer_service.figures import StripFigures
 from trainer_service.groups import Scored
-from trainer_service.objectives import OBJECTIVES, ObjectiveOptions, PackedLogprobs
-from trainer_service.optim import Optimizer
+from trainer_service.objectives import OBJECTIVES, ObjectiveOptions
+from trainer_service.optim import Optimizer, StepOutcome
 from trainer_service.policy import Policy
+from trainer_service.ranks import Ranks
+from trainer_service.share import Share, divide, split_episodes
 from trainer_service.strip import Strip
 
 
@@ -43,45 +45,81 @@ class _Part:
 
     strip: Strip
     advantages: torch.Tensor
-    teaches: bool = True
-    """False: a look at how far the policy is from the one that sampled, without gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepped:
+    """One rank's view of a step."""
+
+    outcome: StepOutcome
+    loss: float
+    """Of all ranks."""
+    figures: StripFigures
+    """Of this one."""
 
 
 def train_step(
-    policy: Policy, optimizer: Optimizer, batch: Batch, config: TrainerConfig, *, version: int
+    policy: Policy,
+    optimizer: Optimizer,
+    batch: Batch,
+    config: TrainerConfig,
+    *,
+    version: int,
+    ranks: Ranks | None = None,
+    cost: ModelCost | None = None,
 ) -> StepResult:
     """Step from policy `version`; its gradients do not depend on how the strips are cut.
 
+    Args:
+        policy, optimizer: Of the leading rank.
+        batch: Of the step.
+        config: Of the service.
+        version: Policy version that the step starts from.
+        ranks: Whose followers are in `follow_steps`; None computes alone.
+        cost: What a token costs the model, to balance them; None counts tokens.
+
     Raises:
         ConfigError: An episode was sampled from another base model.
+        EngineError: Another rank ended, or steps otherwise.
     """
+    ranks = ranks or Ranks()
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
     begin = time.monotonic()
-    parts = _parts(batch, config)
-    packed = time.monotonic()
-    options = _options(batch, parts, config)
-    optimizer.zero_grad()
-    figures = _Figures(version)
-    loss = 0.0
-    for part in parts:
-        loss += _accumulate(policy, part, config, options, figures)
-    if not any(part.teaches for part in parts):
-        _zero_gradients(optimizer)
-    outcome = optimizer.step(loss=loss)
-    computed = time.monotonic()
+    shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
+    stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
+    figures, balance = _gathered(stepped, ranks)
+    outcome, seconds = stepped.outcome, time.monotonic() - begin
     metrics = {
-        "loss/total": loss,
+        "loss/total": stepped.loss,
         "optim/grad_norm": outcome.grad_norm,
         "optim/lr": outcome.lr,
         "optim/skipped": float(optimizer.num_skipped),
-        "seconds/pack": packed - begin,
-        "seconds/compute": computed - packed,
-        "tokens/per_s": sum(p.strip.num_tokens for p in parts) / max(computed - packed, 1e-9),
+        "seconds/pack": figures.pack_seconds,
+        "seconds/compute": seconds - figures.pack_seconds,
+        "tokens/per_s": figures.num_tokens / max(seconds, 1e-9),
+        **balance,
         **batch_figures(batch, version, compared=config.needs_groups),
-        **token_figures(batch, [part.strip for part in parts]),
+        **token_figures(batch, figures),
         **figures.metrics(),
     }
     return StepResult(skipped=outcome.skipped, metrics=metrics)
+
+
+def follow_steps(policy: Policy, optimizer: Optimizer, config: TrainerConfig, ranks: Ranks) -> None:
+    """Compute this rank's shares until the leader has no more.
+
+    Raises:
+        EngineError: Another rank ended.
+    """
+    while (share := ranks.scatter(None)) is not None:
+        stepped = _take_share(policy, optimizer, share, config, ranks)
+        _gathered(stepped, ranks)
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Let the followers return from `follow_steps`."""
+    if ranks.size > 1:
+        ranks.scatter([None] * ranks.size)
 
 
 def check_model(episodes: Sequence[Scored], model_hash: str, vocab_size: int) -> None:
@@ -109,102 +147,66 @@ def check_model(episodes: Sequence[Scored], model_hash: str, vocab_size: int) ->
             )
 
 
-def split_episodes(num_tokens: Sequence[int], max_strip_tokens: int) -> list[list[int]]:
-    """Indices of the episodes of each strip, in order, none cut.
+def _take_share(
+    policy: Policy, optimizer: Optimizer, share: Share, config: TrainerConfig, ranks: Ranks
+) -> _Stepped:
+    begin = time.monotonic()
+    figures = StripFigures(version=share.version)
+    parts = _parts(share, config)
+    figures.pack_seconds = time.monotonic() - begin
+    # sft divides by the actions of the whole step.
+    (num_actions,) = ranks.sum(sum(part.strip.action_source.shape[0] for part in parts))
+    options = _options(share, int(num_actions), config)
+    optimizer.zero_grad()
+    loss = 0.0
+    for part in parts:
+        loss += _accumulate(policy, part, share, config, options, figures)
+    figures.seconds = time.monotonic() - begin
+    if not share.teaches or not parts:
+        _zero_gradients(optimizer)
+    ranks.sum_gradients(optimizer.parameters)
+    (loss,) = ranks.sum(loss)
+    return _Stepped(outcome=optimizer.step(loss=loss), loss=loss, figures=figures)
 
-    Example:
-        `split_episodes([60, 30, 20, 150, 10], 100)` is `[[0, 1], [2], [3], [4]]`.
+
+def _gathered(stepped: _Stepped, ranks: Ranks) -> tuple[StripFigures, dict[str, float]]:
+    """At the leader, figures of all ranks and how evenly they worked.
+
+    Raises:
+        EngineError: The ranks did not make the same step, so their adapters differ.
     """
-    strips: list[list[int]] = []
-    room = -1
-    for index, size in enumerate(num_tokens):
-        if not strips or size > room:
-            strips.append([])
-            room = max_strip_tokens
-        strips[-1].append(index)
-        room -= size
-    return strips
+    found = ranks.gather((stepped.figures, repr(stepped.outcome)))
+    if not found:
+        return stepped.figures, {}
+    outcomes = {outcome for _, outcome in found}
+    if len(outcomes) > 1:
+        raise EngineError(
+            "the processes of the trainer did not make the same step",
+            value=" and ".join(sorted(outcomes)),
+            remedy="run all of them on the same kind of machine; started again, the trainer resumes"
+            " from its checkpoint",
+        )
+    total, *others = (figures for figures, _ in found)
+    seconds = [figures.seconds for figures, _ in found]
+    for other in others:
+        total.merge(other)
+    busy = sum(seconds) / (len(seconds) * max(*seconds, 1e-9))
+    return total, {"ranks/size": float(ranks.size), "ranks/busy": busy}
 
 
-class _Figures:
-    """Figures that strips contribute to, each weighted by its tokens."""
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-        self._objective: defaultdict[str, float] = defaultdict(float)
-        self._num_actions = 0
-        self._all: list[Divergence] = []
-        self._current: list[Divergence] = []
-
-    def add(self, logprobs: PackedLogprobs, strip: Strip, objective: dict[str, float]) -> None:
-        """Count one strip, before the update."""
-        num_actions = strip.action_source.shape[0]
-        self._num_actions += num_actions
-        for name, value in objective.items():
-            self._objective[name] += value * num_actions
-        self._all.append(divergence(logprobs, strip))
-        self._current.append(divergence(logprobs, strip, policy_version=self._version))
-
-    def metrics(self) -> dict[str, float]:
-        """`objective/*`, `divergence/*`, and `divergence_current/*` of the newest version."""
-        total = max(self._num_actions, 1)
-        found = {name: value / total for name, value in self._objective.items()}
-        found |= _divergence_metrics("divergence", self._all)
-        found |= _divergence_metrics("divergence_current", self._current)
-        return found
+def _parts(share: Share, config: TrainerConfig) -> list[_Part]:
+    """Strips of the share's episodes."""
+    sizes = [record.num_tokens for record in share.records]
+    return [
+        _Part(
+            strip=pack_episodes([share.records[index] for index in chosen]),
+            advantages=share.advantages[chosen],
+        )
+        for chosen in split_episodes(sizes, config.batch.max_strip_tokens)
+    ]
 
 
-def _divergence_metrics(area: str, parts: Sequence[Divergence]) -> dict[str, float]:
-    count = sum(part.num_actions for part in parts)
-    over = max(count, 1)
-    return {
-        f"{area}/kl_mean": sum(part.kl * part.num_actions for part in parts) / over,
-        f"{area}/kl_max": max(part.kl_max for part in parts),
-        f"{area}/dlogp_mean": sum(p.mean_abs_difference * p.num_actions for p in parts) / over,
-        f"{area}/dlogp_max": max(part.max_abs_difference for part in parts),
-        f"{area}/num_tokens": float(count),
-    }
-
-
-def _parts(batch: Batch, config: TrainerConfig) -> list[_Part]:
-    """Strips of the groups that teach; the first strip of the others where none does.
-
-    That one is for the figures alone: a run that has learned its tasks reports its divergence too.
-    """
-    episodes = batch.episodes
-    advantages = _advantages(batch, config)
-    teaching = _teaching(batch, advantages, config)
-    teaches = any(teaching)
-    places = [place for place, own in enumerate(teaching) if own == teaches]
-    sizes = [episodes[place].record.num_tokens for place in places]
-    parts = []
-    for chosen in split_episodes(sizes, config.batch.max_strip_tokens)[: None if teaches else 1]:
-        own = [places[index] for index in chosen]
-        strip = pack_episodes([episodes[place].record for place in own])
-        parts.append(_Part(strip=strip, advantages=advantages[own], teaches=teaches))
-    return parts
-
-
-def _teaching(batch: Batch, advantages: torch.Tensor, config: TrainerConfig) -> list[bool]:
-    """Whether each episode's group adds to the gradient: without another term, none does whose
-    advantages are all 0."""
-    if not config.needs_groups or config.loss.kl_coef or config.loss.entropy_coef:
-        return [True] * len(batch.episodes)
-    sizes = [len(group.episodes) for group in batch.groups]
-    return [bool(own.any()) for own in advantages.split(sizes) for _ in own]
-
-
-def _advantages(batch: Batch, config: TrainerConfig) -> torch.Tensor:
-    """Of each episode, `[E]`; zeros where the objective compares none."""
-    episodes = batch.episodes
-    if not config.needs_groups:
-        return torch.zeros(len(episodes))
-    group_ids = [group.group_id for group in batch.groups for _ in group.episodes]
-    outcomes = [episode.reward for episode in episodes]
-    return estimate(config.batch.advantages, outcomes, group_ids)
-
-
-def _options(batch: Batch, parts: Sequence[_Part], config: TrainerConfig) -> ObjectiveOptions:
+def _options(share: Share, num_actions: int, config: TrainerConfig) -> ObjectiveOptions:
     """The normalisers are those of the whole step, however it is cut and whatever is left out."""
     return ObjectiveOptions(
         clip_low=config.loss.clip_low,
@@ -216,17 +218,18 @@ def _options(batch: Batch, parts: Sequence[_Part], config: TrainerConfig) -> Obj
         kl_coef=config.loss.kl_coef,
         entropy_coef=config.loss.entropy_coef,
         constant_length=config.loss.constant_length,
-        num_episodes=len(batch.episodes),
-        num_actions=max(sum(part.strip.action_source.shape[0] for part in parts), 1),
+        num_episodes=share.num_episodes,
+        num_actions=max(num_actions, 1),
     )
 
 
 def _accumulate(
     policy: Policy,
     part: _Part,
+    share: Share,
     config: TrainerConfig,
     options: ObjectiveOptions,
-    figures: _Figures,
+    figures: StripFigures,
 ) -> float:
     strip = part.strip.to(policy.device)
     objective = OBJECTIVES[config.objective]
@@ -234,11 +237,11 @@ def _accumulate(
     if options.kl_coef:
         reference = policy.reference_logprobs(strip, max_piece_tokens=max_piece_tokens)
         options = replace(options, ref_logprobs=reference)
-    with torch.set_grad_enabled(part.teaches):
+    with torch.set_grad_enabled(share.teaches):
         logprobs = policy.logprobs(strip, max_piece_tokens=max_piece_tokens)
         output = objective(logprobs, strip, part.advantages.to(policy.device), options)
     figures.add(logprobs, strip, output.metrics)
-    if not part.teaches:
+    if not share.teaches:
         return 0.0
     output.loss.backward()
     return float(output.loss.detach())

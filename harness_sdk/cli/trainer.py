@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train until --max-steps, the end of the records, SIGINT or SIGTERM."""
+    """Train until --max-steps, the end of the records, SIGINT or SIGTERM; under torchrun, with the
+    other processes that it started."""
     from trainer_service.config import TrainerConfig
 
     overrides = list(args.overrides)
@@ -41,12 +42,27 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
+    if int(os.environ.get("RANK", "0")):
+        _follow(config)
+        return 0
     resolved = render_config(config, "json")
     logger.info("configuration: %s", " ".join(resolved.split()))
     config.folder.mkdir(parents=True, exist_ok=True)
     (config.folder / "config.json").write_text(resolved, "utf-8")
     asyncio.run(_train(config))
     return 0
+
+
+def _follow(config: TrainerConfig) -> None:
+    """A process beside the first that torchrun started; that one says when to stop."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    from trainer_service.follower import follow
+    from trainer_service.ranks import Ranks
+
+    ranks = Ranks.join(config.model.device)
+    follow(config.on_device(ranks.device), ranks)
+    ranks.leave()
 
 
 async def _train(config: TrainerConfig) -> None:
@@ -66,4 +82,8 @@ async def _train(config: TrainerConfig) -> None:
     logger.info("run %s, objective %s, in %s", config.run, config.objective, config.folder)
     # torch and transformers are imported from here on, off the event loop.
     train = (await asyncio.to_thread(__import__, "trainer_service.loop", fromlist=["train"])).train
-    await train(config, stop)
+    from trainer_service.ranks import Ranks
+
+    ranks = await asyncio.to_thread(Ranks.join, config.model.device)
+    await train(config.on_device(ranks.device), stop, ranks)
+    ranks.leave()

@@ -29,7 +29,8 @@ from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.policy import LoraOptions, Policy
 from trainer_service.run_state import probe_tokens
-from trainer_service.step import split_episodes, train_step
+from trainer_service.share import split_episodes
+from trainer_service.step import train_step
 from trainer_service.strip import Strip
 
 
@@ -130,7 +131,7 @@ def test_step_reports_what_the_issue_asks_for(model: Path) -> None:
     assert 0 < metrics["divergence_current/num_tokens"] < metrics["divergence/num_tokens"]
     for name in (
         "loss/total", "optim/grad_norm", "optim/lr", "objective/clip_fraction",
-        "objective/entropy", "tokens/per_s", "seconds/pack", "seconds/compute",
+        "objective/entropy", "tokens/per_s", "seconds/compute", "ranks/busy",
     ):  # fmt: skip
         assert np.isfinite(metrics[name]), name
 
