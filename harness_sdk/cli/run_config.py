@@ -98,7 +98,7 @@ class RunConfig(AgentConfig):
     redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
     """Redis or Valkey that holds the trainer's permits; unset never waits for a trainer."""
     model: str | None = None
-    """Start all services here with this model: a Hugging Face folder, or smollm2."""
+    """Start all services here with this model: a Hugging Face folder, smollm2 or demo."""
     folder: Path = Path("runs")
     """Folder of the runs, for the services that model starts."""
     drain_s: float = Field(default=600.0, ge=0)

@@ -14,7 +14,7 @@ class StackConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: Path
-    """Checkpoint that is served and trained: a Hugging Face folder, or `smollm2`."""
+    """Checkpoint that is served and trained: a Hugging Face folder, `smollm2` or `demo`."""
     run: str = Field(default="local", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run."""
     folder: Path = Path("runs")

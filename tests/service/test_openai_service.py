@@ -24,7 +24,7 @@ from tests.service.sdk_service import calls
 from tests.service.test_server import certificate
 from tests.unit.scripted_server import until
 
-DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
+DOCS = Path(__file__).parents[2] / "docs" / "howto" / "openai.md"
 
 
 def settings(chat_folder: Path, tmp_path: Path, **server: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ async def test_certificates_are_those_of_the_server(chat_folder: Path, tmp_path:
 
 
 async def test_agent_of_the_documentation_earns_its_reward() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), flags=re.DOTALL)
+    block, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(block, "openai.md", "exec"), names)
 

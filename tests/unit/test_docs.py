@@ -1,0 +1,116 @@
+"""What rots in the documentation: links, generated pages, pictures, navigation."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from handbook.commands import parser_of
+from handbook.configuration import COMMAND_MODELS
+from handbook.pages import ROOT_PAGES, generated_pages
+from harness_sdk.cli.__main__ import COMMANDS
+from tests.pages import ROOT, blocks, pages
+
+DOCS = ROOT / "docs"
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_PICTURE_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, str]:
+    return generated_pages(ROOT)
+
+
+def _anchors(text: str) -> set[str]:
+    """As the site and GitHub make them of headings."""
+    plain = [re.sub(r"[^\w\s-]", "", found.lower()) for found in _HEADING.findall(text)]
+    return {re.sub(r"\s+", "-", found.strip()) for found in plain}
+
+
+def _text(path: Path, generated: dict[str, str]) -> str | None:
+    """A page's text; None where there is no such page."""
+    if path.is_relative_to(DOCS) and str(path.relative_to(DOCS)) in generated:
+        return generated[str(path.relative_to(DOCS))]
+    return path.read_text("utf-8", errors="replace") if path.is_file() else None
+
+
+def test_every_link_has_its_end(generated: dict[str, str]) -> None:
+    texts = {path: path.read_text("utf-8") for path in pages()}
+    texts |= {DOCS / name: text for name, text in generated.items()}
+    broken = []
+    for path, text in texts.items():
+        for link in _LINK.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            if link.startswith(("http://", "https://")):
+                continue
+            target, _, anchor = link.partition("#")
+            found = _text((path.parent / target).resolve() if target else path, generated)
+            if found is None or (anchor and anchor not in _anchors(found)):
+                broken.append(f"{path.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def test_pages_have_no_code_outside_of_fences() -> None:
+    for path in pages():
+        fenced = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+        assert not re.findall(r"\n\n    \S", fenced), f"{path}: an indented block is never run"
+        for block in blocks(path):
+            assert block.language != "sh" or not block.title, f"{block.place}: a script's title"
+
+
+def test_blocks_that_are_not_run_are_shell_or_python() -> None:
+    marked = [block for path in pages() for block in blocks(path) if block.not_run]
+    assert marked
+    assert {block.language for block in marked} <= {"sh", "python"}
+
+
+def test_pictures_are_small_and_shown() -> None:
+    shown = "".join(path.read_text("utf-8") for path in pages())
+    for picture in (DOCS / "concepts").glob("*.svg"):
+        assert picture.stat().st_size < _PICTURE_BYTES, picture
+        assert re.search(rf"[(/]{picture.name}\)", shown), f"{picture} is on no page"
+
+
+def test_navigation_and_pages_are_the_same(generated: dict[str, str]) -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+    listed = set(re.findall(r": (\S+\.md)$", text, re.MULTILINE))
+    written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    written = {name for name in written | set(generated) if not name.startswith("benchmarks/")}
+    assert listed == written
+
+
+def test_reference_names_exist() -> None:
+    for path in (DOCS / "reference").glob("*.md"):
+        for name in re.findall(r"^::: (\S+)$", path.read_text("utf-8"), re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), f"{path}: {name}"
+
+
+def test_generated_pages_tell_every_key_command_and_message(generated: dict[str, str]) -> None:
+    configuration, commands = (
+        generated["reference/configuration.md"],
+        generated["reference/commands.md"],
+    )
+    for name in COMMANDS:
+        assert f"## octopus {name}\n" in commands
+        has_settings = parser_of(name).get_default("overrides") is not None
+        assert has_settings == (name in COMMAND_MODELS)
+    for key in ("engine.vllm.page_tokens", "batch.max_policy_lag", "limits.thread_budget"):
+        assert f"`{key}`" in configuration
+    assert "`admission_s` | `float \\| None` | `None` | From opening an episode" in configuration
+    wire = generated["reference/wire.md"]
+    assert "| 3 | `expected_head` | `uint64` | The head the caller last saw;" in wire
+    assert "| 15 | `metrics` | map of `string` to `double` | area/name -> value |" in wire
+
+
+def test_figures_are_those_of_the_files(generated: dict[str, str]) -> None:
+    page = generated["benchmarks/index.md"]
+    assert "one NVIDIA H200" in page
+    assert "| `decode_ratio_vs_plain` | - |" in page, "what was not measured is no figure"
+
+
+def test_root_pages_are_there() -> None:
+    assert all((ROOT / name).is_file() for name in ROOT_PAGES)
