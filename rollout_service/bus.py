@@ -155,6 +155,25 @@ async def read_bus_state(url: str, run: str, *, listen_s: float = 0.5) -> BusSta
     Raises:
         Unavailable: The broker cannot be reached.
     """
+    state = BusState(policy=None, replicas=())
+    async for found in follow_bus_state(url, run, listen_s=listen_s):
+        state = found
+    return state
+
+
+async def follow_bus_state(
+    url: str, run: str, *, listen_s: float | None = None
+) -> AsyncIterator[BusState]:
+    """What the broker retains of `run`, once subscribed and after each message.
+
+    Args:
+        url: As `ControlBus` takes it.
+        run: Run name, which names the topics.
+        listen_s: Seconds of silence that end it; None listens until the broker goes.
+
+    Raises:
+        Unavailable: The broker cannot be reached, or went away.
+    """
     policy: PolicyAnnouncement | None = None
     replicas: dict[str, ReplicaState] = {}
     topics = [control.policy_topic(run), control.replica_topic(run, "+")]
@@ -162,11 +181,14 @@ async def read_bus_state(url: str, run: str, *, listen_s: float = 0.5) -> BusSta
         try:
             if topic == topics[0]:
                 policy = PolicyAnnouncement.from_json(payload)
-            elif payload:
+            # amqtt sends a new subscriber whatever is retained for anybody's subscription.
+            elif payload and aiomqtt.Topic(topic).matches(topics[1]):
                 replicas[topic] = ReplicaState.from_json(payload)
+            else:
+                replicas.pop(topic, None)
         except ProtocolError as error:
             logger.error("on %s: %s", topic, error)
-    return BusState(policy=policy, replicas=tuple(replicas[topic] for topic in sorted(replicas)))
+        yield BusState(policy=policy, replicas=tuple(replicas[topic] for topic in sorted(replicas)))
 
 
 async def broker_retains(url: str, *, listen_s: float = 0.5) -> bool:
@@ -189,12 +211,15 @@ async def broker_retains(url: str, *, listen_s: float = 0.5) -> bool:
 
 
 async def _retained(
-    url: str, topics: list[str], listen_s: float
+    url: str, topics: list[str], listen_s: float | None
 ) -> AsyncIterator[tuple[str, bytes]]:
+    """Topics and payloads; first an empty pair, which tells that the broker is there."""
+    options = _connection_options(url)
     try:
-        async with aiomqtt.Client(**_connection_options(url), timeout=5) as client:
+        async with aiomqtt.Client(**options, timeout=5, keepalive=_KEEPALIVE_S) as client:
             for topic in topics:
                 await client.subscribe(topic, qos=1)
+            yield "", b""
             messages = aiter(client.messages)
             with contextlib.suppress(TimeoutError):
                 while True:

@@ -298,25 +298,34 @@ async def read_stream_state(url: str, run: str) -> StreamState:
         Unavailable: Redis cannot be reached.
     """
     client = _client(url)
-    key, dead_key = control.episodes_key(run), control.dead_key(run)
     try:
-        length = await client.xlen(key)
-        groups = await client.xinfo_groups(key) if await client.exists(key) else []
-        dead = {"length": 0}
-        if await client.exists(dead_key):
-            dead = await client.xinfo_stream(dead_key)
-        return StreamState(
-            length=length,
-            pending=sum(group["pending"] for group in groups),
-            undelivered=max((group["lag"] or 0 for group in groups), default=length),
-            dead=dead["length"],
-            # Counted from Redis 7 on.
-            dead_trimmed=dead.get("entries-added", dead["length"]) - dead["length"],
-        )
+        return await stream_state(client, run)
     except (RedisError, OSError) as error:
         raise _away(error) from error
     finally:
         await client.aclose()
+
+
+async def stream_state(client: Any, run: str) -> StreamState:
+    """The same over a connection of redis-py's that is there already.
+
+    Raises:
+        RedisError: Redis cannot be reached.
+    """
+    key, dead_key = control.episodes_key(run), control.dead_key(run)
+    length = await client.xlen(key)
+    groups = await client.xinfo_groups(key) if await client.exists(key) else []
+    dead = {"length": 0}
+    if await client.exists(dead_key):
+        dead = await client.xinfo_stream(dead_key)
+    return StreamState(
+        length=length,
+        pending=sum(group["pending"] for group in groups),
+        undelivered=max((group["lag"] or 0 for group in groups), default=length),
+        dead=dead["length"],
+        # Counted from Redis 7 on.
+        dead_trimmed=dead.get("entries-added", dead["length"]) - dead["length"],
+    )
 
 
 async def read_server_settings(url: str) -> Mapping[str, str]:

@@ -70,18 +70,21 @@ async def _collect(args: argparse.Namespace) -> dict[str, Any]:
             state["policy"] = asdict(bus.policy) if bus.policy is not None else None
         except HarnessError as error:
             state["errors"].append(str(error))
+    token = os.environ.get("OCTOPUS_TOKEN")
     found = {replica.address for replica in known if replica.alive}
     state["replicas"] = [
-        *await asyncio.gather(*(_replica(replica.address, replica) for replica in known)),
+        *await asyncio.gather(*(replica_status(each.address, each, token) for each in known)),
         *await asyncio.gather(
-            *(_replica(each, None) for each in args.address if each not in found)
+            *(replica_status(each, None, token) for each in args.address if each not in found)
         ),
     ]
     state["errors"] += [each["unreachable"] for each in state["replicas"] if each["unreachable"]]
     return state
 
 
-async def _replica(address: str, known: ReplicaState | None) -> dict[str, Any]:
+async def replica_status(
+    address: str, known: ReplicaState | None, token: str | None
+) -> dict[str, Any]:
     """What the control bus and the replica itself say."""
     replica: dict[str, Any] = {
         "replica_id": known.replica_id if known is not None else "",
@@ -103,7 +106,7 @@ async def _replica(address: str, known: ReplicaState | None) -> dict[str, Any]:
     try:
         async with OctopusClient.connect(
             address,
-            token=os.environ.get("OCTOPUS_TOKEN"),
+            token=token,
             timeouts=Timeouts(connect_s=3, call_s=3),
             retry=RetryPolicy(max_attempts=1),
         ) as client:

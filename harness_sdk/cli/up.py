@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from harness_sdk.cli.models import resolve_model, rollout_for_model
@@ -62,7 +63,7 @@ async def _up(config: StackConfig) -> int:
 
 async def _serve(config: StackConfig) -> None:
     openai_port = config.openai_port
-    async with LocalStack(config) as stack:
+    async with LocalStack(config) as stack, _page(config, stack) as page:
         lines = [
             f"redis    {masked_url(stack.redis_url)}",
             f"mqtt     {masked_url(stack.mqtt_url)}",
@@ -72,9 +73,30 @@ async def _serve(config: StackConfig) -> None:
                 if stack.address and openai_port
                 else []
             ),
+            *([f"page     {page}"] if page else []),
             f"logs     {', '.join(str(stack.log_path(name)) for name in stack.processes)}",
             f"run      {config.run}; Ctrl-C stops everything",
         ]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
         await stack.supervise()
+
+
+@contextlib.asynccontextmanager
+async def _page(config: StackConfig, stack: LocalStack) -> AsyncIterator[str]:
+    """The live page; yields its address, nothing where none is asked for."""
+    if config.page_port is None:
+        yield ""
+        return
+    from harness_sdk.cli.watch.server import watching
+
+    tokenizer = config.model / "tokenizer.json"
+    async with watching(
+        config.run,
+        redis_url=stack.redis_url,
+        mqtt_url=stack.mqtt_url,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        port=config.page_port,
+        token=config.token.get_secret_value() if config.token is not None else None,
+    ) as url:
+        yield url

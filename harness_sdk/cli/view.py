@@ -11,7 +11,7 @@ from harness_sdk.cli.episode_stream import reading
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError, EpisodeNotFound
-from harness_sdk.record import EpisodeRecord
+from harness_sdk.record import BYTES_HASH, EpisodeRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,11 +116,11 @@ def _stream_episode(url: str, run: str, wanted: str) -> EpisodeRecord:
 
 def _detokenizer(path: Path | None, record: EpisodeRecord) -> Callable[[Sequence[int]], str] | None:
     """The tokenizer asked for; bytes where the record says that it was written with them."""
-    from harness_sdk.trajectories.tokenizers import ByteTokenizer, load_tokenizer
+    from harness_sdk.trajectories.tokenizers import ByteTokenizer, load_decoder
 
-    if path is None and record.tokenizer_hash != ByteTokenizer.fingerprint:
-        return None
-    return load_tokenizer(path).decode
+    if path is not None:
+        return load_decoder(path)
+    return ByteTokenizer().decode if record.tokenizer_hash == BYTES_HASH else None
 
 
 def _draw(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,6 +123,30 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
     return ByteTokenizer() if path is None else FileTokenizer(path)
 
 
+def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
+    """What turns ids into text, special tokens included; any vocabulary will do.
+
+    Raises:
+        ConfigError: No tokenizer there.
+    """
+    tokenizer = _load(path)
+    return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The `tokenizer.json` that `path` is, or holds.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            "no tokenizer there", value=path, limit="a tokenizer.json or a folder that holds one"
+        )
+    return file
+
+
 def _load(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as FastTokenizer
@@ -132,11 +156,7 @@ def _load(path: Path) -> Any:
             value=path,
             remedy="pip install tokenizers",
         ) from error
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(
-            "no tokenizer there", value=path, limit="a tokenizer.json or a folder that holds one"
-        )
+    file = tokenizer_file(path)
     try:
         return FastTokenizer.from_file(str(file))
     # The Rust side raises a bare Exception for a file that it cannot parse.

@@ -7,17 +7,16 @@ through `textContent`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from harness_sdk.record import EpisodeRecord, Node
+from harness_sdk.record import EpisodeRecord
 from harness_sdk.view.layout import new_mounts
-from harness_sdk.view.shading import k3, token_shades
-from harness_sdk.view.svg import KIND_NAMES, episode_svg
-
-Detokenize = Callable[[Sequence[int]], str]
+from harness_sdk.view.nodes import Detokenize, node_facts, node_tokens
+from harness_sdk.view.shading import k3
+from harness_sdk.view.svg import STYLE, episode_svg
 
 
 def episode_html(
@@ -36,22 +35,27 @@ def episode_html(
     """
     assets = files("harness_sdk.view")
     title = f"Episode {record.episode_id}"
-    data = {"nodes": [_node_data(node, detokenize, policy_logprobs) for node in record.nodes]}
+    nodes = [
+        {**node_facts(node), **node_tokens(node, detokenize, policy_logprobs)}
+        for node in record.nodes
+    ]
+    shade = "KL(rollout || trainer)" if policy_logprobs is not None else "surprise"
     facts = "".join(
         f'<div class="fact"><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>'
         for name, value in episode_facts(record, policy_logprobs)
     )
     return _PAGE.format(
         title=escape(title),
-        style=(assets / "page.css").read_text(encoding="utf-8"),
+        style=(assets / "page.css").read_text(encoding="utf-8") + STYLE,
         facts=facts,
         task=escape(record.task_id),
         answer=escape(record.answer or "no answer"),
         failure=_failure(record),
         svg=episode_svg(record, policy_logprobs=policy_logprobs, standalone=False),
-        shade="KL(rollout || trainer)" if policy_logprobs is not None else "surprise",
-        data=_json(data),
-        script=(assets / "page.js").read_text(encoding="utf-8"),
+        data=_json({"nodes": nodes}),
+        legend=LEGEND.format(shade=shade),
+        keys=KEYS,
+        script="".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
     )
 
 
@@ -97,24 +101,6 @@ def flat_tokens(record: EpisodeRecord) -> int:
     return total
 
 
-def text_pieces(token_ids: Sequence[int], detokenize: Detokenize) -> list[str]:
-    """Text of each token; a character made of several tokens stands with the last of them."""
-    pieces: list[str] = []
-    pending: list[int] = []
-    for token_id in token_ids:
-        pending.append(token_id)
-        text = detokenize(pending)
-        # A character has at most four bytes: longer runs of broken ones are broken for good.
-        if text.endswith("\ufffd") and len(pending) < 4:
-            pieces.append("")
-            continue
-        pieces.append(text)
-        pending = []
-    if pending:
-        pieces[-1] = detokenize(pending)
-    return pieces
-
-
 def _mean_kl(record: EpisodeRecord, policy_logprobs: Mapping[int, Sequence[float]]) -> float:
     values = [
         k3(ours, theirs)
@@ -124,35 +110,6 @@ def _mean_kl(record: EpisodeRecord, policy_logprobs: Mapping[int, Sequence[float
         )
     ]
     return sum(values) / len(values) if values else 0.0
-
-
-def _node_data(
-    node: Node,
-    detokenize: Detokenize | None,
-    policy_logprobs: Mapping[int, Sequence[float]] | None,
-) -> dict[str, Any]:
-    logprobs = iter(node.sampled_logprobs)
-    return {
-        "id": node.node_id,
-        "parent": node.parent,
-        "thread": node.thread_id,
-        "step": node.step,
-        "kind": KIND_NAMES[node.kind],
-        "position": node.position_start,
-        "version": node.policy_version,
-        "temperature": node.temperature,
-        "rewound": node.rewound,
-        "mounts": [[mount.node_id, mount.begin, mount.end] for mount in node.mounts],
-        "ids": list(node.token_ids),
-        "text": text_pieces(node.token_ids, detokenize) if detokenize is not None else None,
-        "logprobs": [
-            round(next(logprobs, 0.0), 5) if sampled else None for sampled in node.sampled
-        ],
-        "shades": [
-            None if shade is None else round(shade, 3)
-            for shade in token_shades(node, policy_logprobs)
-        ],
-    }
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -167,6 +124,21 @@ def _failure(record: EpisodeRecord) -> str:
     text = escape(f"{record.error_kind}: {record.error_message}")
     return f'<p class="failure">{text}</p>'
 
+
+LEGEND = """<ul class="legend" aria-label="Legend">
+<li class="context">context</li><li class="turn">turn</li>
+<li class="demonstration">demonstration</li><li class="note">note</li><li class="stub">stub</li>
+<li class="termination">termination</li><li class="line rewind">rewound</li>
+<li class="line mount">mount</li><li class="scale">{shade}</li>
+</ul>"""
+
+KEYS = (
+    "Arrow keys walk the tree: left to the parent, right to the next node, up and down between "
+    "branches. Enter opens a node, Escape closes it."
+)
+
+SCRIPTS = ("episode.js", "page.js")
+"""Of the page, in their order; the first is shared with the live page of a run."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -188,15 +160,9 @@ _PAGE = """<!doctype html>
 <dl>{facts}</dl>
 </header>
 <main>
-<ul class="legend" aria-label="Legend">
-<li class="context">context</li><li class="turn">turn</li>
-<li class="demonstration">demonstration</li><li class="note">note</li><li class="stub">stub</li>
-<li class="termination">termination</li><li class="line rewind">rewound</li>
-<li class="line mount">mount</li><li class="scale">{shade}</li>
-</ul>
+{legend}
 <div id="dag" class="dag">{svg}</div>
-<p class="keys">Arrow keys walk the tree: left to the parent, right to the next node, up and down
-between branches. Enter opens a node, Escape closes it.</p>
+<p class="keys">{keys}</p>
 <section id="detail" aria-live="polite" hidden></section>
 </main>
 <script id="episode" type="application/json">{data}</script>

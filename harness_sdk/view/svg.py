@@ -21,8 +21,7 @@ KIND_NAMES: dict[NodeKind, str] = {
 # Widths of a character in the label's font, for cutting text that does not fit.
 _CHAR = 6.3
 
-STYLE = """
-.oct{--oct-ink:#1b2330;--oct-soft:#667085;--oct-lane:#f3f5f8;--oct-line:#98a2b3;
+STYLE = """.oct{--oct-ink:#1b2330;--oct-soft:#667085;--oct-lane:#f3f5f8;--oct-line:#98a2b3;
 --oct-context:#cdd5df;--oct-turn:#bfe6dd;--oct-demonstration:#d9d2f3;--oct-note:#f8dfa6;
 --oct-stub:#f4c2d4;--oct-termination:#d5d0c8;--oct-calm:#1d9e86;--oct-wild:#d9480f;
 --oct-mount:#c2255c;--oct-rewind:#b54708;--oct-focus:#1264d8;
@@ -65,15 +64,16 @@ def episode_svg(
         record: The episode.
         policy_logprobs: The trainer's log-probabilities by node id; shades then show the KL.
         standalone: Whether the text is a file of its own; else it goes into an HTML page, which
-            needs no namespace.
+            needs no namespace and has `STYLE` among its own.
     """
     layout = lay_out(record)
     namespace = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
+    style = [f"<style>{STYLE}</style>"] if standalone else []
     parts = [
         f'<svg{namespace} class="oct" role="group" aria-label="Episode DAG" '
         f'width="{layout.width:.0f}" height="{layout.height:.0f}" '
         f'viewBox="0 0 {layout.width:.0f} {layout.height:.0f}">',
-        f"<style>{STYLE}</style>",
+        *style,
         *(_lane(lane, layout) for lane in layout.lanes),
         *(_edge(edge) for edge in layout.edges),
         *(
@@ -102,7 +102,8 @@ def _lane(lane: Lane, layout: Layout) -> str:
     if thread.answer:
         status += f": {thread.answer}"
     middle = lane.y + lane.height / 2
-    title = f"{thread.thread_id} ({status}), {thread.num_turns} turns, {thread.num_tokens} tokens"
+    told = cut(status, 40 * room)
+    title = f"{thread.thread_id} ({told}), {thread.num_turns} turns, {thread.num_tokens} tokens"
     return (
         f'<g><title>{escape(title)}</title><rect class="lane" x="6" y="{lane.y:.1f}" '
         f'width="{layout.width - 12:.1f}" height="{lane.height:.1f}" rx="8"/>'

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness_sdk.cli.demo.charts import curve, linear_axis, log_axis
 from harness_sdk.cli.demo.config import FULL_STEPS, MODEL, DemoConfig
 from harness_sdk.cli.demo.figures import Figures
 from harness_sdk.cli.demo.gallery import Gallery
@@ -22,6 +21,7 @@ from harness_sdk.cli.settings import load_config
 from harness_sdk.errors import ConfigError
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.trajectories.tokenizers import load_tokenizer
+from harness_sdk.view.charts import curve, linear_axis, log_axis
 from tests.random_records import random_record
 
 

@@ -135,7 +135,7 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("command", ["trees", "view", "status", "doctor"])
+@pytest.mark.parametrize("command", ["trees", "view", "watch", "status", "doctor"])
 def test_help_is_instant_and_imports_nothing_heavy(command: str) -> None:
     code = (
         "import sys\nfrom harness_sdk.cli.__main__ import main\n"

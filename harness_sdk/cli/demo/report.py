@@ -12,27 +12,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness_sdk.cli.demo.charts import curve, linear_axis, log_axis
 from harness_sdk.cli.demo.config import MODEL, DemoConfig
 from harness_sdk.cli.demo.figures import MAX_KL, MIN_REWARD_LAST, Figures
 from harness_sdk.cli.demo.gallery import Gallery
+from harness_sdk.cli.step_columns import COLUMNS, step_cells
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.trajectories.tokenizers import load_tokenizer
 from harness_sdk.view import episode_html, episode_svg
+from harness_sdk.view.charts import curve, linear_axis, log_axis
+from harness_sdk.view.svg import STYLE
 
 REPORT_FILE = "report.html"
-
-_COLUMNS = (
-    ("step", "step", ".0f"),
-    ("version", "policy/version", ".0f"),
-    ("mean reward", "reward/mean", ".3f"),
-    ("KL", "divergence/kl_mean", ".1e"),
-    ("largest |dlogp|", "divergence/dlogp_max", ".1e"),
-    ("lag", "policy/lag_max", ".0f"),
-    ("packed", "tokens/packed", ",.0f"),
-    ("flat", "tokens/flat", ",.0f"),
-    ("s", "seconds/step", ".2f"),
-)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -78,7 +68,7 @@ def report_html(
     reward_curve = curve(rewards, linear_axis(0, 1, 4), name="mean reward", limit=MIN_REWARD_LAST)
     kl_curve = curve(kl, log_axis(kl, MAX_KL), name="KL per token", limit=MAX_KL)
     return _PAGE.format(
-        style=files("harness_sdk.cli.demo").joinpath("report.css").read_text("utf-8"),
+        style=files("harness_sdk.cli.demo").joinpath("report.css").read_text("utf-8") + STYLE,
         seed=config.seed,
         warmup_steps=config.warmup_steps,
         num_groups=config.groups_per_step,
@@ -92,8 +82,7 @@ def report_html(
         kl_curve=kl_curve,
         episodes="\n".join(episodes),
         steps=_table(
-            ("objective", *(name for name, _, _ in _COLUMNS)),
-            [(s["objective"], *(format(s[key], form) for _, key, form in _COLUMNS)) for s in steps],
+            ("objective", *COLUMNS), [(step["objective"], *step_cells(step)) for step in steps]
         ),
     )
 

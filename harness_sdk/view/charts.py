@@ -1,4 +1,4 @@
-"""One curve as inline SVG; its colours are the report's CSS variables."""
+"""One curve as inline SVG; its colours are the page's CSS variables."""
 
 from __future__ import annotations
 
@@ -53,31 +53,40 @@ def log_axis(values: Sequence[float], limit: float) -> Axis:
     return Axis(low=10.0**first, high=10.0**last, ticks=ticks, place=place)
 
 
-def curve(values: Sequence[float], axis: Axis, *, name: str, limit: float | None = None) -> str:
-    """`values` over the steps 1, 2, ... as a line with points.
+def curve(
+    values: Sequence[float],
+    axis: Axis,
+    *,
+    name: str,
+    limit: float | None = None,
+    steps: Sequence[int] | None = None,
+) -> str:
+    """`values` over their steps as a line with points.
 
     Args:
         values: One for each step.
         axis: The vertical one.
         name: What is shown, for those who cannot see it and for the points' titles.
         limit: Drawn as a dashed line.
+        steps: Number of each value's step, rising; None counts from 1.
     """
+    numbers = steps if steps is not None else range(1, len(values) + 1)
+    first, last = (numbers[0], numbers[-1]) if values else (1, 1)
 
     def x(step: int) -> float:
-        span = max(len(values) - 1, 1)
-        return _LEFT + (step - 1) / span * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (step - first) / max(last - first, 1) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - axis.share(value) * (_HEIGHT - _TOP - _BOTTOM)
 
-    points = [(x(step), y(value)) for step, value in enumerate(values, start=1)]
+    points = [(x(step), y(value)) for step, value in zip(numbers, values, strict=True)]
     parts = [
         f'<svg class="chart" role="img" aria-label="{escape(name)}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
         *(_tick(y(value), label) for value, label in axis.ticks),
-        *(_step_label(x(step), step) for step in _step_ticks(len(values))),
+        *(_step_label(x(step), step) for step in _step_ticks(first, last)),
         f'<text class="soft" x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 4}" '
-        'text-anchor="middle">RL step</text>',
+        'text-anchor="middle">step</text>',
     ]
     if limit is not None:
         parts.append(
@@ -86,7 +95,7 @@ def curve(values: Sequence[float], axis: Axis, *, name: str, limit: float | None
         )
     line = "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
     parts.append(f'<path class="line" d="M{line}"/>')
-    for step, ((px, py), value) in enumerate(zip(points, values, strict=True), start=1):
+    for step, (px, py), value in zip(numbers, points, values, strict=True):
         title = f"{name}, step {step}: {value:.3g}"
         parts.append(
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3"><title>{escape(title)}</title></circle>'
@@ -108,6 +117,6 @@ def _step_label(x: float, step: int) -> str:
     )
 
 
-def _step_ticks(count: int) -> list[int]:
-    stride = max(round(count / 8), 1)
-    return list(range(1, count + 1, stride))
+def _step_ticks(first: int, last: int) -> list[int]:
+    stride = max(round((last - first + 1) / 8), 1)
+    return list(range(first, last + 1, stride))
