@@ -7,6 +7,7 @@ libraries of the CPU, as one JSON object. Triton reads TRITON_INTERPRET where it
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,9 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 
 from tests.tree_cases import TreeCase, poisoned_empty, random_case, relative_rms, strip_order
-from tree_kernels.attention import calls
 from tree_kernels.attention.calls import Call, plan_calls
 
 Tensors = dict[str, torch.Tensor]
@@ -245,7 +244,9 @@ def planned(case: AttentionCase, lone: bool) -> Attend:
     parts = case.tree.layout.parts(mounted=case.mounted)
     total = case.num_tokens
     width = case.query_heads * case.dim
-    plan = plan_calls(parts, total, total, torch.device("cpu"), width=width, lone=lone)
+    plan = plan_calls(
+        parts, total, total, torch.device("cpu"), width=width, lone_flops=4e3 if lone else math.inf
+    )
     libraries = (HostLibrary(), HostLibrary() if lone else None)
     return partial(run_plan, plan=plan, libraries=libraries, scale=0.3)
 
@@ -262,8 +263,7 @@ INTERPRETED = {
 def main() -> None:
     """Print what the kernels in the interpreter find, in float32 on the CPU."""
     star = AttentionCase(tree=_star(7, 3, 5))
-    with poisoned_empty(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_LONE_FLOPS", 4e3)
+    with poisoned_empty():
         report = {
             "errors": {
                 f"{name} {'lone' if lone else 'batched'}": errors_of(

@@ -30,7 +30,7 @@ from tests.attention_cases import (
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import tree_attention
-from tree_kernels.attention.calls import plan_calls
+from tree_kernels.attention.calls import LONE_FLOPS, plan_calls
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces
 
@@ -162,7 +162,7 @@ def test_calls_hold_parts_of_about_one_length(name: str) -> None:
     case = CASES[name]
     parts = case.tree.layout.parts(mounted=case.mounted)
     plan = plan_calls(
-        parts, case.num_tokens, case.num_tokens, torch.device("cpu"), width=64, lone=True
+        parts, case.num_tokens, case.num_tokens, torch.device("cpu"), width=64, lone_flops=1e8
     )
     assert len(plan.calls) <= 9
     for call in plan.calls:
@@ -174,7 +174,12 @@ def test_large_parts_are_lone_calls_on_views() -> None:
     # As Qwen3.5-4B's heads on a trunk of 8,192 rows and 8 branches of 7,168.
     layout = TreeLayout.build([-1] + [0] * 8, [8192] + [7168] * 8)
     plan = plan_calls(
-        layout.parts(mounted=False), 65536, 65536, torch.device("cpu"), width=4096, lone=True
+        layout.parts(mounted=False),
+        65536,
+        65536,
+        torch.device("cpu"),
+        width=4096,
+        lone_flops=LONE_FLOPS,
     )
     assert [call.lone for call in plan.calls] == [True] * 9
     wide = plan.calls[-1]

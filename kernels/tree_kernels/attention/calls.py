@@ -15,7 +15,7 @@ import torch
 
 from tree_kernels.layout import AttentionParts
 
-_LONE_FLOPS = 6e10
+LONE_FLOPS = 6e10
 """Forward FLOPs from which a part is a call of its own: about 0.1 ms of a Hopper GPU. A lone call
 costs some 0.1 ms of small kernels and host time, and runs about twice as fast as a batch."""
 _SMALLEST = 128
@@ -82,7 +82,7 @@ def plan_calls(
     device: torch.device,
     *,
     width: int,
-    lone: bool,
+    lone_flops: float,
 ) -> CallPlan:
     """Group the parts into calls.
 
@@ -92,9 +92,10 @@ def plan_calls(
         num_keys: Key rows, S + T.
         device: Where the calls run.
         width: Query heads times their size.
-        lone: Whether there is a library for lone calls.
+        lone_flops: Forward FLOPs from which a part is a call of its own; infinite where no library
+            takes lone calls.
     """
-    groups = _groups(parts, width, lone)
+    groups = _groups(parts, width, lone_flops)
     calls = tuple(
         _call(parts, group, device, square=key[0] == "square", lone=key[1]) for key, group in groups
     )
@@ -107,13 +108,13 @@ def plan_calls(
 
 
 def _groups(
-    parts: AttentionParts, width: int, lone: bool
+    parts: AttentionParts, width: int, lone_flops: float
 ) -> list[tuple[tuple[str, bool], np.ndarray]]:
     """What each call computes: the kind of its parts, whether it is a lone one, and the parts."""
     rows, keys = np.diff(parts.queries)[:, 0], np.diff(parts.keys)[:, 0]
     square = np.arange(len(rows)) < parts.num_squares
     flops = 4.0 * width * rows * keys * np.where(square, 0.5, 1.0)
-    alone = (flops >= _LONE_FLOPS) & lone
+    alone = flops >= lone_flops
     found = []
     for part in np.flatnonzero(alone):
         found.append((("square" if square[part] else "rectangle", True), np.array([part])))

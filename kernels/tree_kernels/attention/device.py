@@ -1,16 +1,21 @@
 """Tree attention on a GPU: library calls for the parts, then one kernel that merges their rows."""
 
+# Triton's kernels take plain numbers for what they declare as constants.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from tree_kernels.attention import calls
 from tree_kernels.attention import triton as kernels
-from tree_kernels.attention.calls import Call, CallPlan, Terms, plan_calls
-from tree_kernels.attention.libraries import Library, batch_library, lone_library
+from tree_kernels.attention.calls import Call, CallPlan, Terms
+from tree_kernels.attention.libraries import Library
 from tree_kernels.layout import AttentionParts
 
 _MERGE_BLOCK = 4096
@@ -23,20 +28,16 @@ def device_tree_attention(
     value: torch.Tensor,
     parts: AttentionParts,
     scale: float,
+    libraries: tuple[Library, Library | None],
 ) -> torch.Tensor:
-    """See `op.tree_attention`. Until they are merged, the results of all parts are kept: of a row
-    one output for each part that it is in, in the inputs' type."""
-    lone = lone_library(query)
-    libraries = (batch_library(query), lone)
-    key_of = ("calls", query.device, query.shape[1] * query.shape[2], lone is not None)
+    """See `op.tree_attention`; long parts by the second library, if there is one. Until they are
+    merged, the results of all parts are kept: of a row one for each part that it is in."""
+    width = query.shape[1] * query.shape[2]
+    lone_flops = math.inf if libraries[1] is None else calls.LONE_FLOPS
+    key_of = ("calls", query.device, width, lone_flops)
     if key_of not in parts.tables:
-        parts.tables[key_of] = plan_calls(
-            parts,
-            len(query),
-            len(key),
-            query.device,
-            width=query.shape[1] * query.shape[2],
-            lone=lone is not None,
+        parts.tables[key_of] = calls.plan_calls(
+            parts, len(query), len(key), query.device, width=width, lone_flops=lone_flops
         )
     return run_plan(query, key, value, parts.tables[key_of], libraries, scale)
 

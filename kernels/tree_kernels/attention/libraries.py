@@ -20,9 +20,6 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # of two for its plans and masks the rest. PyTorch reads this when cuDNN's attention first runs.
 os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
 
-_MAX_OFFSET = 2**31 - 1
-"""cuDNN addresses rows by int32 offsets of elements."""
-
 
 class Library(Protocol):
     """Dense attention over the sequences of a call."""
@@ -46,29 +43,6 @@ class Library(Protocol):
     ) -> Grads:
         """Gradients of query, key and value."""
         ...
-
-
-def lone_library(query: torch.Tensor) -> Library | None:
-    """cuDNN where it is fastest: Hopper, 16-bit values, and order of sums left to the device."""
-    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[2] > 256:
-        return None
-    if torch.cuda.get_device_capability(query.device)[0] != 9 or query.numel() > _MAX_OFFSET:
-        return None
-    if torch.are_deterministic_algorithms_enabled() or not torch.backends.cudnn.is_available():
-        return None
-    return Cudnn()
-
-
-def batch_library(query: torch.Tensor) -> Library:
-    """FlashAttention 2 for 16-bit values of up to 256; the memory-efficient kernels for others."""
-    is_16_bit = query.dtype in (torch.bfloat16, torch.float16)
-    if (
-        is_16_bit
-        and query.shape[2] <= 256
-        and torch.cuda.get_device_capability(query.device)[0] > 7
-    ):
-        return Flash()
-    return Efficient()
 
 
 class Cudnn:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tree_kernels.attention.host import host_tree_attention
 from tree_kernels.attention.naive import naive_tree_attention
-from tree_kernels.layout import Layout
+from tree_kernels.layout import AttentionParts, Layout
 
 _DIM_MULTIPLE = 8
 """The libraries' kernels read 16 bytes at a time; zeros behind a head change nothing."""
@@ -57,12 +57,30 @@ def tree_attention(
         return host_tree_attention(query, key, value, parts, scale)
     if query.dtype == torch.float64:
         return naive_tree_attention(query, key, value, parts, scale)
+    return _on_device(query, key, value, parts, scale)
+
+
+def _on_device(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: AttentionParts,
+    scale: float,
+) -> torch.Tensor:
+    """With the libraries that work there."""
     # Triton does not come with PyTorch's builds for the CPU.
     from tree_kernels.attention.device import device_tree_attention
+    from tree_kernels.attention.self_test import batch_library, lone_library
 
     dim = query.shape[2]
-    padding = (0, -dim % _DIM_MULTIPLE)
-    query, key, value = (
-        F.pad(each, padding) if padding[1] else each for each in (query, key, value)
-    )
-    return device_tree_attention(query, key, value, parts, scale)[..., :dim]
+    if missing := -dim % _DIM_MULTIPLE:
+        query, key, value = (F.pad(each, (0, missing)) for each in (query, key, value))
+    kind = (query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
+    batch, lone = batch_library(*kind), lone_library(*kind)
+    if batch is None:
+        return naive_tree_attention(query, key, value, parts, scale)[..., :dim]
+    # cuDNN addresses rows by int32 offsets, and leaves the order of a query's sums to the device.
+    if query.numel() >= 2**31 or torch.are_deterministic_algorithms_enabled():
+        lone = None
+    libraries = (batch(), lone() if lone is not None else None)
+    return device_tree_attention(query, key, value, parts, scale, libraries)[..., :dim]
