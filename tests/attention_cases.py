@@ -179,7 +179,7 @@ class HostLibrary:
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As `libraries.Library`."""
         out, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:2])
         for rows, keys in self._sequences(call):
@@ -187,7 +187,7 @@ class HostLibrary:
             logsumexp[rows] = scores.logsumexp(-1).t()
             values = value[keys].repeat_interleave(query.shape[1] // key.shape[1], 1)
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-        return out, logsumexp
+        return out, logsumexp, len(query)
 
     def backward(
         self,
@@ -197,10 +197,12 @@ class HostLibrary:
         value: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
+        state: int,
         call: Call,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `libraries.Library`."""
+        assert state == len(query)
         group = query.shape[1] // key.shape[1]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for rows, keys in self._sequences(call):

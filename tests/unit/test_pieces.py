@@ -98,7 +98,7 @@ def _assert_whole(policy: Policy, strip: Strip, size: int, limit: float) -> None
 @pytest.mark.parametrize(
     ("dtype", "size", "limit"),
     [
-        ("float32", 1, 1e-5), ("float32", 7, 1e-5), ("float32", 64, 1e-5), ("float32", 1000, 0.0),
+        ("float32", 1, 2e-5), ("float32", 7, 1e-5), ("float32", 64, 1e-5), ("float32", 1000, 0.0),
         ("float64", 7, 1e-12),
     ],
 )  # fmt: skip

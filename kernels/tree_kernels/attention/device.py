@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from tree_kernels.attention import calls
 from tree_kernels.attention import triton as kernels
 from tree_kernels.attention.calls import Call, CallPlan, Terms
-from tree_kernels.attention.libraries import Library
+from tree_kernels.attention.libraries import Forward, Library
 from tree_kernels.layout import AttentionParts
 
 _MERGE_BLOCK = 4096
@@ -69,13 +69,18 @@ class _DeviceAttention(torch.autograd.Function):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         found = [
             _library(libraries, call).forward(
-                query[call.query_rows], key[call.key_rows], value[call.key_rows], call, scale
+                _take(query, call.query_rows),
+                _take(key, call.key_rows),
+                _take(value, call.key_rows),
+                call,
+                scale,
             )
             for call in plan.calls
         ]
         out, logsumexp = _merge(found, plan.query_terms, query)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.plan, ctx.libraries, ctx.scale = plan, libraries, scale
+        ctx.states = [state for _, _, state in found]
         return out
 
     @staticmethod
@@ -88,16 +93,17 @@ class _DeviceAttention(torch.autograd.Function):
         d_out = grads[0].contiguous()
         found = [
             _library(ctx.libraries, call).backward(
-                d_out[call.query_rows],
-                query[call.query_rows],
-                key[call.key_rows],
-                value[call.key_rows],
-                out[call.query_rows],
-                logsumexp[call.query_rows],
+                _take(d_out, call.query_rows),
+                _take(query, call.query_rows),
+                _take(key, call.key_rows),
+                _take(value, call.key_rows),
+                _take(out, call.query_rows),
+                _take(logsumexp, call.query_rows),
+                state,
                 call,
                 ctx.scale,
             )
-            for call in plan.calls
+            for call, state in zip(plan.calls, ctx.states, strict=True)
         ]
         d_query = _sum([each[0] for each in found], plan.query_terms, query)
         d_key = _sum([each[1] for each in found], plan.key_terms, key)
@@ -110,12 +116,16 @@ def _library(libraries: tuple[Library, Library | None], call: Call) -> Library:
     return lone if call.lone and lone is not None else batch
 
 
+def _take(tensor: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
 def _merge(
-    found: Sequence[tuple[torch.Tensor, torch.Tensor]], terms: Terms, query: torch.Tensor
+    found: Sequence[Forward], terms: Terms, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[T, HQ, D]` and log-sum-exp `[T, HQ]` of the calls' results."""
     if terms.given_whole:
-        return found[0]
+        return found[0][:2]
     rows, heads, dim = query.shape
     out = torch.empty_like(query)
     logsumexp = query.new_empty(rows, heads, dtype=torch.float32)

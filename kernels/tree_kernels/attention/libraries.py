@@ -7,18 +7,15 @@ takes both, of all keys that a row sees, and gives the call's share of the three
 
 from __future__ import annotations
 
-import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tree_kernels.attention.calls import Call
 
+Forward = tuple[torch.Tensor, torch.Tensor, Any]
+"""Output, log-sum-exp, and what the library's backward wants of its forward."""
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-# cuDNN compiles a plan for every pair of lengths, 70 ms each; so PyTorch rounds lengths to powers
-# of two for its plans and masks the rest. PyTorch reads this when cuDNN's attention first runs.
-os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
 
 
 class Library(Protocol):
@@ -26,8 +23,8 @@ class Library(Protocol):
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp."""
+    ) -> Forward:
+        """See `Forward`."""
         ...
 
     def backward(
@@ -38,6 +35,7 @@ class Library(Protocol):
         value: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
+        state: Any,
         call: Call,
         scale: float,
     ) -> Grads:
@@ -48,13 +46,9 @@ class Library(Protocol):
 class Cudnn:
     """cuDNN, one sequence a call."""
 
-    def __init__(self) -> None:
-        self._by_row = False
-        """Plans by rounded lengths take the log-sum-exp row by row, exact ones head by head."""
-
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Forward:
         """See `Library`."""
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
             _heads_first(query),
@@ -68,12 +62,12 @@ class Cudnn:
             scale=scale,
         )
         out, logsumexp = found[:2]
-        if logsumexp.is_contiguous():
-            logsumexp = logsumexp.view(query.shape[1], len(query))
-        else:
-            self._by_row = True
-            logsumexp = logsumexp.squeeze(-1)[0]
-        return _rows_first(out), logsumexp.t().contiguous()
+        # Plans by rounded lengths keep the log-sum-exp row by row, exact ones head by head.
+        by_row = not logsumexp.is_contiguous()
+        shape = (query.shape[1], len(query))
+        logsumexp = logsumexp.squeeze(-1)[0] if by_row else logsumexp.view(shape)
+        state = (by_row, found[1].ndim, found[2], found[3], found[6], found[7])
+        return _rows_first(out), logsumexp.t().contiguous(), state
 
     def backward(
         self,
@@ -83,20 +77,21 @@ class Cudnn:
         value: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
+        state: Any,
         call: Call,
         scale: float,
     ) -> Grads:
         """See `Library`."""
-        stats = logsumexp.t() if self._by_row else logsumexp.t().contiguous()
-        unused = torch.zeros(2, dtype=torch.int64, device=query.device)
+        by_row, ndim, query_begins, key_begins, seed, offset = state
+        stats = (logsumexp.t() if by_row else logsumexp.t().contiguous())[None]
         d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(_heads_first(each) for each in (d_out, query, key, value, out)),
-            stats[None, ..., None],
-            unused,
-            unused,
+            stats[..., None] if ndim == 4 else stats,
+            seed,
+            offset,
             None,
-            None,
-            None,
+            query_begins,
+            key_begins,
             len(query),
             len(key),
             0.0,
@@ -111,9 +106,9 @@ class Flash:
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Forward:
         """See `Library`."""
-        out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        out, logsumexp, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             query,
             key,
             value,
@@ -126,7 +121,7 @@ class Flash:
             False,
             scale=scale,
         )
-        return out, logsumexp.t().contiguous()
+        return out, logsumexp.t().contiguous(), (seed, offset)
 
     def backward(
         self,
@@ -136,11 +131,11 @@ class Flash:
         value: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
+        state: Any,
         call: Call,
         scale: float,
     ) -> Grads:
         """See `Library`."""
-        unused = torch.zeros(2, dtype=torch.int64, device=query.device)
         return torch.ops.aten._flash_attention_backward(
             d_out,
             query,
@@ -154,8 +149,7 @@ class Flash:
             call.max_keys,
             0.0,
             call.square,
-            unused,
-            unused,
+            *state,
             scale=scale,
         )
 
@@ -165,10 +159,10 @@ class Efficient:
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Forward:
         """See `Library`."""
         group = query.shape[1] // key.shape[1]
-        out, padded, *_ = torch.ops.aten._efficient_attention_forward(
+        out, padded, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
             query[None],
             key.repeat_interleave(group, 1)[None],
             value.repeat_interleave(group, 1)[None],
@@ -183,7 +177,7 @@ class Efficient:
             scale=scale,
         )
         sequences, places = call.places
-        return out[0], padded[sequences, :, places].contiguous()
+        return out[0], padded[sequences, :, places].contiguous(), (seed, offset)
 
     def backward(
         self,
@@ -193,6 +187,7 @@ class Efficient:
         value: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
+        state: Any,
         call: Call,
         scale: float,
     ) -> Grads:
@@ -204,7 +199,6 @@ class Efficient:
         shape = (len(call.query_begins) - 1, query.shape[1], -(-call.max_queries // 32) * 32)
         padded = logsumexp.new_full(shape, torch.inf)
         padded[sequences, :, places] = logsumexp
-        unused = torch.zeros((), dtype=torch.int64, device=query.device)
         d_query, d_key, d_value, _ = torch.ops.aten._efficient_attention_backward(
             d_out[None],
             query[None],
@@ -218,8 +212,7 @@ class Efficient:
             call.max_keys,
             padded,
             0.0,
-            unused,
-            unused,
+            *state,
             int(call.square),
             False,
             scale=scale,

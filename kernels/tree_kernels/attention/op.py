@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 
 from tree_kernels.attention.host import host_tree_attention
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import AttentionParts, Layout
+
+# cuDNN compiles a plan for every pair of lengths, 70 ms each; so PyTorch rounds lengths to powers
+# of two for its plans and masks the rest. PyTorch reads this when cuDNN's attention first runs in
+# the process, wherever that is: hence so early.
+os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
 
 _DIM_MULTIPLE = 8
 """The libraries' kernels read 16 bytes at a time; zeros behind a head change nothing."""

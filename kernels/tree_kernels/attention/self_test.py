@@ -42,8 +42,10 @@ def batch_library(
 def lone_library(
     device: torch.device, dtype: torch.dtype, query_heads: int, heads: int, dim: int
 ) -> type[Library] | None:
-    """The library for one long sequence a call: cuDNN on Hopper, where it was measured; or none."""
-    if dtype == torch.float32 or dim > 256 or torch.cuda.get_device_capability(device)[0] != 9:
+    """The library for one long sequence a call: cuDNN where it was measured, on Hopper; or none."""
+    if dtype == torch.float32 or not 64 <= dim <= 256:
+        return None
+    if torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return Cudnn if _works(Cudnn, device, dtype, query_heads, heads, dim) else None
 
