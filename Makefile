@@ -52,7 +52,7 @@ lint: $(TEST_STAMP) ## ruff and pyright.
 docs: ## Build the documentation into build/site.
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[docs]'
-	PYTHONPATH=. $(BIN)/mkdocs build --strict
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. \

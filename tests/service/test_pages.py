@@ -115,7 +115,8 @@ def _check(text: str, block: Block) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    return [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def _octopus(words: list[str]) -> int:

@@ -89,6 +89,11 @@ def test_rollout_is_published_on_loopback_and_asks_for_the_token(services: dict[
     assert config.server.advertise == f"rollout:{config.server.port}"
 
 
+def test_every_port_is_published_on_loopback_alone(services: dict[str, Any]) -> None:
+    ports = [port for each in services.values() for port in each.get("ports", ())]
+    assert ports == [f"127.0.0.1:{n}:{n}" for n in (6379, 1883, 7040)]
+
+
 def test_valkey_is_as_durable_as_the_embedded_server(services: dict[str, Any]) -> None:
     words = services["valkey"]["command"]
     flags = dict(zip(words[1::2], words[2::2], strict=True))
