@@ -81,11 +81,45 @@ def multiply_in_model_type(model: peft.PeftModel) -> None:
 
 
 def _bfloat16_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """The frozen product, `[..., out]`, to which the adapter's is added where it stands."""
-    down, up = (pair["default"].weight.to(x.dtype) for pair in (self.lora_A, self.lora_B))
-    out = self.base_layer(x)
-    low = F.linear(x, down).flatten(0, -2)
-    return out.flatten(0, -2).addmm_(low, up.t(), alpha=self.scaling["default"]).view_as(out)
+    base, (down, up) = self.base_layer, (p["default"].weight for p in (self.lora_A, self.lora_B))
+    return _LoraProduct.apply(x, base.weight, base.bias, down, up, self.scaling["default"])
+
+
+class _LoraProduct(torch.autograd.Function):
+    """`x W^T + scaling (x A^T) B^T`; forward and backward add the adapter's part where it stands.
+
+    W and the bias are frozen. A and B are multiplied in the type of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        low = rows @ down.to(x.dtype).t()
+        out = F.linear(rows, weight, bias)
+        out.addmm_(low, up.to(x.dtype).t(), alpha=scaling)
+        ctx.save_for_backward(x, low, weight, down, up)
+        ctx.scaling = scaling
+        return out.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, low, weight, down, up = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        grad_low = (grad @ up.to(x.dtype)).mul_(ctx.scaling)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_low, down.to(x.dtype)).view_as(x)
+        grad_down = (grad_low.t() @ x.flatten(0, -2)).to(down.dtype)
+        grad_up = (grad.t() @ low).to(up.dtype).mul_(ctx.scaling)
+        return grad_x, None, None, grad_down, grad_up, None
 
 
 def adapter_tensors(model: peft.PeftModel) -> dict[str, torch.Tensor]:

@@ -13,7 +13,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Packed trees against flattened paths.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="JSON list of rows")
-    parser.add_argument("--only", nargs="+", default=[], help="cases whose names contain one")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="cases whose names contain one; the file keeps the others",
+    )
     parser.add_argument("--seconds", type=float, help="start no case after so long")
     args = parser.parse_args()
     begin = time.monotonic()
@@ -34,8 +39,10 @@ def main() -> None:
     deadline = begin + (args.seconds or plan.seconds)
     bench = Bench(plan, args.device, args.out, deadline=deadline)
     bench.detail["command"] = "python -m benchmarks.tree_training " + " ".join(sys.argv[1:])
+    if args.only:
+        bench.keep_earlier()
     bench.run(cases)
-    draw(bench.rows, bench.detail, args.out.with_suffix(".svg"))
+    draw(bench.all_rows(), bench.detail, args.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Bench:
         self._flops = model_flops(self._policy)
         self._peak = matmul_peak(self._policy.device)
         self._flat_seconds: dict[str, float] = {}
+        self._earlier: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         """One of each case, in order."""
         self.detail: dict[str, Any] = {
@@ -164,11 +165,25 @@ class Bench:
             _say(f"{case.name}: a comparison of {expected_s:.0f} s does not fit {left:.0f} s")
         return expected_s <= left
 
+    def keep_earlier(self) -> None:
+        """Start from the rows that the file holds; those measured again are replaced."""
+        if self._out.exists():
+            self._earlier = json.loads(self._out.read_text())
+            self.detail = json.loads(self._detail_path.read_text()) | self.detail
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        """Those measured, behind the earlier ones that were not measured again."""
+        measured = {row["tree"] for row in self.rows}
+        return [row for row in self._earlier if row["tree"] not in measured] + self.rows
+
     def _write(self) -> None:
         self._out.parent.mkdir(parents=True, exist_ok=True)
-        self._out.write_text(json.dumps(self.rows, indent=1) + "\n")
-        detail = self._out.with_name(f"{self._out.stem}_detail.json")
-        detail.write_text(json.dumps(self.detail, indent=1) + "\n")
+        self._out.write_text(json.dumps(self.all_rows(), indent=1) + "\n")
+        self._detail_path.write_text(json.dumps(self.detail, indent=1) + "\n")
+
+    @property
+    def _detail_path(self) -> Path:
+        return self._out.with_name(f"{self._out.stem}_detail.json")
 
 
 def _shape_of(case: Case, record: EpisodeRecord, strip: Strip, flat: list[Strip]) -> dict[str, Any]:
