@@ -114,7 +114,7 @@ class Flash:
             value,
             call.query_begins,
             call.key_begins,
-            call.max_queries,
+            _bound(call),
             call.max_keys,
             0.0,
             call.square,
@@ -145,7 +145,7 @@ class Flash:
             logsumexp.t().contiguous(),
             call.query_begins,
             call.key_begins,
-            call.max_queries,
+            _bound(call),
             call.max_keys,
             0.0,
             call.square,
@@ -219,6 +219,11 @@ class Efficient:
         )
         d_key, d_value = (each[0].unflatten(1, (heads, group)).sum(2) for each in (d_key, d_value))
         return d_query[0], d_key, d_value
+
+
+def _bound(call: Call) -> int:
+    """The longest sequence or 2: for 1, FlashAttention rearranges heads as for decoding."""
+    return max(call.max_queries, 2)
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
