@@ -16,9 +16,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from harness_sdk.errors import ConfigError, InvalidRequest
+from rollout_service.chat.bounds import MAX_MADE, BoundedEnvironment, TooLarge, rendering
 
 _CHATML = Path(__file__).with_name("chatml.jinja")
 
@@ -83,15 +83,23 @@ class Template:
             generation_prompt: Whether the text ends with the opening of a model's turn.
 
         Raises:
-            InvalidRequest: The template refuses the messages or fails.
+            InvalidRequest: The template refuses the messages, fails, or makes too much of them.
         """
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=generation_prompt,
-                **self.special_tokens | self.variables,
-            )
+            with rendering():
+                return self._template.render(
+                    messages=list(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=generation_prompt,
+                    **self.special_tokens | self.variables,
+                )
+        except TooLarge as error:
+            raise InvalidRequest(
+                "the chat template makes too much of these messages",
+                value=error,
+                limit=f"{MAX_MADE} characters in one rendering",
+                remedy="shorten the messages, or serve the model with its own template",
+            ) from error
         # A template is a program of others: it may raise whatever Python can.
         except Exception as error:
             raise InvalidRequest(
@@ -221,12 +229,12 @@ class _GenerationBlock(jinja2.ext.Extension):
 def _environment() -> jinja2.Environment:
     # Not the immutable sandbox that transformers uses: some templates append to their own lists.
     # Nothing of ours is at stake, since each rendering gets its own messages.
-    environment = jinja2.sandbox.SandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     return environment
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from harness_sdk.cli.__main__ import main
 from harness_sdk.cli.settings import load_config, render_config
-from harness_sdk.errors import ConfigError
+from harness_sdk.errors import ConfigError, InvalidRequest
 from harness_sdk.types import Message
 from rollout_service.chat import ChatRenderer, ChatTokenizer, Template, load_template
 from rollout_service.chat.proof import probe
@@ -32,6 +34,109 @@ def test_template_without_an_end_is_refused(case: str) -> None:
     with pytest.raises(TemplateRefused, match=r"come to an end.*0.2 s.*loops over its messages"):
         probe(Template(ENDLESS[case]), limit_s=0.2)
     assert sys.gettrace() is before
+
+
+_DOUBLED = "{% set n = namespace(s=['x' * 999]) %}{% for _ in range(60) %}"
+_IN_LISTS = _DOUBLED + "{% set n.s = [n.s, n.s] %}{% endfor %}"
+_TWO_LARGE = "{% set s = 'a' * 30000 %}{% set t = 'b' * 30000 %}"
+HUGE = {
+    "text times a number": "{{ 'x' * 10**10 }}",
+    "a number times text": "{{ 10**10 * 'x' }}",
+    "a list times a number": "{% set l = [0] * 10**10 %}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
+    "powers of powers": "{% set n = namespace(i=9) %}{% for _ in range(99) %}"
+    "{% set n.i = n.i * n.i %}{% endfor %}",
+    "text that doubles": _DOUBLED.replace("['x' * 999]", "'x'")
+    + "{% set n.s = n.s + n.s %}{% endfor %}",
+    "text that doubles by ~": _DOUBLED.replace("['x' * 999]", "'x'")
+    + "{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "a list that doubles": _DOUBLED + "{% set n.s = n.s + n.s %}{% endfor %}",
+    "a list that extends itself": _DOUBLED + "{% set _ = n.s.extend(n.s) %}{% endfor %}",
+    "a block that doubles": "{% set s = 'x' %}"
+    + "{% set s %}{{ s }}{{ s }}{% endset %}" * 40
+    + "{{ s }}",
+    "a macro that doubles": "{% macro m(s) %}{{ s }}{{ s }}{% endmacro %}{{ "
+    + "m(" * 60
+    + "'x'"
+    + ")" * 60
+    + " }}",
+    "output": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "lists in lists, printed": _IN_LISTS + "{{ n.s }}",
+    "lists in lists, joined": _IN_LISTS + "{{ n.s ~ '' }}",
+    "lists in lists, as JSON": _IN_LISTS + "{{ n.s | tojson }}",
+    "lists in lists, as text": _IN_LISTS + "{{ n.s | string }}",
+    "lists in lists, formatted": _IN_LISTS + "{{ '%s' % n.s }}",
+    "replace": _TWO_LARGE + "{{ s | replace('a', t) }}",
+    "the method replace": _TWO_LARGE + "{{ s.replace('a', t) }}",
+    "join": _TWO_LARGE + "{{ s | join(t) }}",
+    "the method join": _TWO_LARGE + "{{ t.join(s) }}",
+    "center": "{{ 'x' | center(10000000000) }}",
+    "the method center": "{{ 'x'.center(10000000000) }}",
+    "zfill": "{{ 'x'.zfill(10000000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(10000000000) }}",
+    "indent": "{{ 'x\ny' | indent(10000000000) }}",
+    "indented JSON": "{{ [1] | tojson(indent=10000000000) }}",
+    "a filter by name": "{{ ['x'] | map('center', 10000000000) | list }}",
+    "filters that never run": "{% if messages | length == 12345 %}"
+    + f"{{{{ '{'a' * 9999}' | replace('a', '{'b' * 9999}') }}}}" * 9
+    + "{% endif %}{{ 1 // 0 }}",
+    "batch": "{{ [1] | batch(10000000000, 'x') | list }}",
+    "round": "{{ 1.5 | round(1000000000, 'floor') }}",
+    "a width": "{{ '%10000000000d' % 1 }}",
+    "a width in braces": "{{ '{:10000000000}'.format(1) }}",
+    "a width in an argument": "{{ '{:{}}'.format(1, 10000000000) }}",
+    "a width by a star": "{{ '%*d' | format(10000000000, 1) }}",
+    "bytes": "{{ (1).to_bytes(10000000000, 'big') }}",
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_template_that_makes_too_much_in_one_step_is_refused_at_once(case: str) -> None:
+    started = time.process_time()
+    if "lists" not in case:
+        tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            Template(HUGE[case]).render([{"role": "user", "content": "u"}])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 28
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started < 5
+    if case != "filters that never run":
+        assert "134217728 characters" in str(caught.value) and caught.value.remedy
+
+
+@pytest.mark.parametrize("case", ["text times a number", "output", "center", "a list that doubles"])
+def test_template_that_makes_too_much_is_not_served(case: str) -> None:
+    with pytest.raises(TemplateRefused, match="134217728 characters"):
+        probe(Template(HUGE[case]))
+
+
+def test_large_messages_are_rendered() -> None:
+    content = "word \n" * (1 << 20)
+    for name in ("qwen3", "llama-3.1", "gpt-oss"):
+        messages = [{"role": "user", "content": content}]
+        assert content.strip() in chat_template(name).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a' ~ 1 ~ [2] }}", "a1[2]"),
+        ("{{ 'ab' * 2 + 'c' }}{{ 2 * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}", "ababc610243"),
+        ("{{ '%s %5.1f' % ('a', 1.25) }}{{ '{:>4}'.format(1) }}", "a   1.2   1"),
+        ("{{ ['a', 'b'] | join('-') }}{{ '-'.join(['a', 'b']) }}", "a-ba-b"),
+        ("{{ messages | map(attribute='content') | join(',') }}", "u"),
+        (
+            "{{ 'a\nb' | indent(2) }}{{ {'a': [1]} | tojson(indent=2) }}",
+            'a\n  b{\n  "a": [\n    1\n  ]\n}',
+        ),
+        ("{{ 'aXb' | replace('X', '-') }}{{ 'aXb'.replace('X', '') }}", "a-bab"),
+        ("{{ [1, 2, 3] | batch(2) | list }}{{ 1.25 | round(1) }}", "[[1, 2], [3]]1.2"),
+    ],
+)
+def test_bounds_change_nothing_of_what_is_small(source: str, text: str) -> None:
+    assert Template(source).render([{"role": "user", "content": "u"}]) == text
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,15 @@ def test_a_template_that_cannot_be_appended_to_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*EXPECTED, *REFUSED])
 def test_a_probe_takes_a_fraction_of_a_second(name: str) -> None:
-    began = time.perf_counter()
+    # Not the clock on the wall, which a busy machine slows.
+    began = time.process_time()
     if name in EXPECTED:
         new_renderer(name)
     else:
         with pytest.raises(TemplateRefused):
             probe(chat_template(name))
-    # Measured: 0.01 to 0.1 s, of which most is jinja compiling the template.
-    assert time.perf_counter() - began < 1
+    # Measured: 0.02 to 0.3 s, of which most is jinja compiling the template.
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("name", EXPECTED)
