@@ -256,8 +256,8 @@ def planned(case: AttentionCase, lone: bool) -> Attend:
 INTERPRETED = {
     "one_row": CASES["one_row"],
     "chain": AttentionCase(tree=_tree([-1, 0], [5, 3])),
-    "comb": AttentionCase(tree=_comb(7, 1), query_heads=6, dim=20),
-    "mounts": AttentionCase(tree=_random(40, 9)),
+    "comb": AttentionCase(tree=_comb(5, 1), query_heads=6, dim=20),
+    "mounts": AttentionCase(tree=_random(24, 7)),
 }
 """Few rows: the interpreter takes them one by one."""
 
