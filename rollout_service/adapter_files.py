@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import AdapterError
 
 _MAX_CONFIG_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 23
 
 
 def make_empty(folder: Path) -> None:
@@ -21,12 +23,16 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> None:
+def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> str:
     """Copy the two files of a version from a folder that the trainer shares.
+
+    Returns:
+        sha256 of the copied tensors, in hex.
 
     Raises:
         AdapterError: One is missing or too large.
     """
+    sha256 = ""
     for name, limit in (
         (control.ADAPTER_FILE, max_bytes),
         (control.ADAPTER_CONFIG_FILE, _MAX_CONFIG_BYTES),
@@ -46,18 +52,29 @@ def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> No
                 limit=f"{limit} bytes",
                 remedy="raise adapters.max_bytes or lower the rank",
             )
-        shutil.copyfile(source / name, folder / name)
+        found = _copy(source / name, folder / name)
+        sha256 = sha256 or found
+    return sha256
 
 
-def check_files(announcement: PolicyAnnouncement, folder: Path) -> None:
+def hash_adapter(folder: Path) -> str:
+    """sha256 of a folder's tensors, in hex."""
+    with (folder / control.ADAPTER_FILE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_files(announcement: PolicyAnnouncement, folder: Path, sha256: str) -> None:
     """Compare the copied files with what was announced.
+
+    Args:
+        announcement: What was announced.
+        folder: The copies.
+        sha256: Hash of the copied tensors.
 
     Raises:
         AdapterError: They are others, or none of PEFT's.
     """
     version = announcement.version
-    with (folder / control.ADAPTER_FILE).open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     _expect(f"sha256 of adapter {version}", sha256, announcement.sha256)
     names = _tensor_names(version, folder / control.ADAPTER_FILE)
     _expect(f"number of tensors of adapter {version}", len(names), announcement.num_tensors)
@@ -70,6 +87,17 @@ def check_files(announcement: PolicyAnnouncement, folder: Path) -> None:
         ) from error
     _expect(f"rank of adapter {version}", rank, announcement.rank)
     _expect(f"alpha of adapter {version}", float(alpha), announcement.alpha)
+
+
+def _copy(source: Path, target: Path) -> str:
+    """Copy a file; returns the sha256 of what was written, hashed while it is written."""
+    digest = hashlib.sha256()
+    with source.open("rb") as read, target.open("wb") as written, ThreadPoolExecutor(1) as pool:
+        while chunk := read.read(_CHUNK_BYTES):
+            hashing = pool.submit(digest.update, chunk)
+            written.write(chunk)
+            hashing.result()
+    return digest.hexdigest()
 
 
 def _tensor_names(version: int, path: Path) -> list[str]:

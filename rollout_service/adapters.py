@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, HarnessError, Unavailable
-from rollout_service.adapter_files import check_files, copy_adapter, make_empty
+from rollout_service.adapter_files import check_files, copy_adapter, hash_adapter, make_empty
 from rollout_service.background import Background
 from rollout_service.engine.base import Engine
 
@@ -138,8 +138,8 @@ class Adapters:
             self._set_waiting(None)
         try:
             await asyncio.to_thread(make_empty, folder)
-            await self._bring(announcement, folder)
-            await asyncio.to_thread(check_files, announcement, folder)
+            sha256 = await self._bring(announcement, folder)
+            await asyncio.to_thread(check_files, announcement, folder, sha256)
         except BaseException:
             await self._background.finish(_remove(folder))
             raise
@@ -175,8 +175,7 @@ class Adapters:
             await self._background.finish(_remove(self._adapter_folder(version)))
             raise
         try:
-            checksums = await self._engine.adapter_checksums(version)
-            probe = await self._engine.score(announcement.probe_token_ids, policy_version=version)
+            checksums, probe = await self._prove(announcement)
         except BaseException:
             # Loaded and unproven: no episode may begin with it.
             await self._background.finish(self._unload(version))
@@ -191,6 +190,21 @@ class Adapters:
             error="",
             error_version=0,
         )
+
+    async def _prove(
+        self, announcement: PolicyAnnouncement
+    ) -> tuple[dict[str, str], tuple[float, ...]]:
+        """Checksums of what serves and log-probabilities of the probe, both at a time."""
+        version, engine = announcement.version, self._engine
+        try:
+            async with asyncio.TaskGroup() as group:
+                checksums = group.create_task(engine.adapter_checksums(version))
+                probe = group.create_task(
+                    engine.score(announcement.probe_token_ids, policy_version=version)
+                )
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        return checksums.result(), probe.result()
 
     def _wait(self, announcement: PolicyAnnouncement) -> None:
         """Nothing is wrong with `announcement`: it is served when a slot frees."""
@@ -257,20 +271,20 @@ class Adapters:
         if len(announcement.probe_token_ids) < 2:
             raise AdapterError(f"adapter {version} comes without a probe of two tokens or more")
 
-    async def _bring(self, announcement: PolicyAnnouncement, folder: Path) -> None:
-        """Copy the adapter's two files to `folder`."""
+    async def _bring(self, announcement: PolicyAnnouncement, folder: Path) -> str:
+        """Copy the adapter's two files to `folder`; returns the tensors' sha256."""
         version, uri = announcement.version, announcement.uri
         if uri == f"redis:{control.adapter_key(self._run, version)}":
             await self._fetch_patiently(version, folder)
-        elif urlsplit(uri).scheme == "file":
+            return await asyncio.to_thread(hash_adapter, folder)
+        if urlsplit(uri).scheme == "file":
             source = Path(unquote(urlsplit(uri).path))
-            await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)
-        else:
-            raise AdapterError(
-                f"adapter {version} is nowhere that this replica looks",
-                value=uri,
-                limit=f"redis:{control.adapter_key(self._run, version)} or file:///folder",
-            )
+            return await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)
+        raise AdapterError(
+            f"adapter {version} is nowhere that this replica looks",
+            value=uri,
+            limit=f"redis:{control.adapter_key(self._run, version)} or file:///folder",
+        )
 
     async def _fetch_patiently(self, version: int, folder: Path) -> None:
         """Fetch through a restart of Redis: the announcement does not come a second time."""

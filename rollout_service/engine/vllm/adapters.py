@@ -8,7 +8,12 @@ import torch
 
 from harness_sdk.errors import AdapterError
 from rollout_service.engine.vllm.builder import FootingBuilder
-from rollout_service.engine.vllm.lora import AdapterReader, LoadedAdapter
+from rollout_service.engine.vllm.lora import (
+    AdapterReader,
+    LoadedAdapter,
+    expected_tensors,
+    lora_specs,
+)
 
 
 class Adapters:
@@ -45,8 +50,14 @@ class Adapters:
         adapter = await asyncio.to_thread(self._reader.read, path, max_rank=self._max_rank)
         async with self._lock:
             self._check_new(version)
+            # Hashed on threads while vLLM loads.
+            expected = asyncio.ensure_future(
+                asyncio.to_thread(expected_tensors, adapter, self._dtype)
+            )
             request = await self._builder.client.load_lora(version, path)
-            self._builder.adapters[version] = LoadedAdapter(adapter=adapter, request=request)
+            self._builder.adapters[version] = LoadedAdapter(
+                specs=lora_specs(adapter), expected=expected, request=request
+            )
 
     async def unload(self, version: int, *, is_running: bool) -> None:
         """Drop a version and all residency computed under it.
@@ -70,8 +81,8 @@ class Adapters:
         loaded = self._builder.adapters[version]
         if loaded is None:
             return {}
-        served = await self._builder.client.lora_checksums(version, loaded.specs())
-        return await asyncio.to_thread(loaded.checksums, served, self._dtype)
+        served = await self._builder.client.lora_checksums(version, loaded.specs)
+        return await loaded.checksums(served)
 
     def _check_new(self, version: int) -> None:
         loaded = self._builder.adapters

@@ -6,7 +6,8 @@ file's where the buffer holds exactly that rounding of it, and the buffer's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,38 +41,74 @@ Gather = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """An adapter as it was read, and vLLM's handle for requests."""
+    """What is known of an adapter that serves; its tensors are in vLLM's buffers alone."""
 
-    adapter: Adapter
+    specs: Sequence[LoraSpec]
+    """What the worker needs to find each tensor in its buffers."""
+    expected: Awaitable[Sequence[ExpectedTensor]]
+    """lora_A and lora_B of each module, in the order of `specs`."""
     request: Any
+    """vLLM's handle for requests."""
 
-    def specs(self) -> list[LoraSpec]:
-        """What the worker needs to find each tensor in its buffers."""
-        return [
-            (name, lora.down.shape[0], lora.down.shape[1], lora.up.shape[0])
-            for name, lora in self.adapter.modules.items()
-        ]
-
-    def checksums(
-        self, served: Mapping[str, tuple[str, str]], dtype: torch.dtype
-    ) -> dict[str, str]:
+    async def checksums(self, served: Mapping[str, tuple[str, str]]) -> dict[str, str]:
         """`tensor_checksum` of each tensor, keyed by its PEFT name.
 
         Args:
             served: For each module the checksums of its serving lora_A and lora_B buffers.
-            dtype: Of the buffers.
         """
-        modules = self.adapter.modules
         nothing = (_NOT_SERVED, _NOT_SERVED)
-        found = [checksum for name in modules for checksum in served.get(name, nothing)]
-        rounded = [tensor for lora in modules.values() for tensor in as_served(lora, dtype)]
-        own = self.adapter.tensors()
-        expected = tensor_checksums([*rounded, *own.values()])
-        pairs = zip(found, expected[: len(own)], expected[len(own) :], strict=True)
+        found = [checksum for spec in self.specs for checksum in served.get(spec[0], nothing)]
+        # Others may wait for it too.
+        expected = await asyncio.shield(self.expected)
         # The file's where the buffer holds its rounding, else the buffer's.
-        return dict(
-            zip(own, (ours if it == wanted else it for it, wanted, ours in pairs), strict=True)
+        return {
+            tensor.name: tensor.checksum if checksum == tensor.served else checksum
+            for tensor, checksum in zip(expected, found, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTensor:
+    """Checksums of one tensor of an adapter's file."""
+
+    name: str
+    """In PEFT's file."""
+    checksum: str
+    """Of the file's values."""
+    served: str
+    """Of the values that a buffer holds where it holds this tensor."""
+
+
+def lora_specs(adapter: Adapter) -> list[LoraSpec]:
+    """What a worker needs to find an adapter's tensors in its buffers."""
+    return [
+        (name, lora.down.shape[0], lora.down.shape[1], lora.up.shape[0])
+        for name, lora in adapter.modules.items()
+    ]
+
+
+def expected_tensors(adapter: Adapter, dtype: torch.dtype) -> list[ExpectedTensor]:
+    """What is expected of each tensor; hashes all of them.
+
+    Args:
+        adapter: As it was read.
+        dtype: Of the serving buffers.
+    """
+    own = adapter.tensors()
+    served = [tensor for lora in adapter.modules.values() for tensor in as_served(lora, dtype)]
+    # What the buffers' dtype takes as it is needs no second hash.
+    rounded = [
+        None if torch.equal(file, buffer.float()) else buffer
+        for file, buffer in zip(own.values(), served, strict=True)
+    ]
+    checksums = tensor_checksums(list(own.values()))
+    others = iter(tensor_checksums([buffer for buffer in rounded if buffer is not None]))
+    return [
+        ExpectedTensor(
+            name=name, checksum=checksum, served=checksum if buffer is None else next(others)
         )
+        for name, checksum, buffer in zip(own, checksums, rounded, strict=True)
+    ]
 
 
 def served_targets(*, has_experts: bool) -> tuple[str, ...] | None:
@@ -163,9 +200,22 @@ def served_checksums(
                 break
             found[spec[0]] = _part(slices, slot, spec, gather)
     whole = [each for pair in found.values() for each in pair]
-    hashed = iter(tensor_checksums([each for each in whole if isinstance(each, Tensor)]))
+    hashed = iter(tensor_checksums(_on_host([e for e in whole if isinstance(e, Tensor)])))
     checksums = [next(hashed) if isinstance(each, Tensor) else each for each in whole]
     return dict(zip(found, zip(checksums[::2], checksums[1::2], strict=True), strict=True))
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors' bytes, brought in one go: one by one they would wait for the device each."""
+    on_host = [
+        torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
+            tensor, non_blocking=True
+        )
+        for tensor in tensors
+    ]
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+    return on_host
 
 
 def _part(
