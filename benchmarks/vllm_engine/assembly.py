@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from benchmarks.vllm_engine.report import Report, say, spread
@@ -39,61 +41,86 @@ class _Clocked:
         return getattr(self._engine, name)
 
 
+@dataclass(slots=True)
+class _Played:
+    """Turns of one thread."""
+
+    conversation: list[dict[str, Any]]
+    """What a stateless client would send after the last one."""
+    milliseconds: list[float] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    stateless: list[tuple[float, int]] = field(default_factory=list)
+    """Milliseconds and bytes of the same turn, sent whole."""
+    reply_bytes: int = 0
+
+
 async def assembly(world: World, report: Report) -> None:
-    """Turns of one thread at the longest context."""
+    """Turns of one thread at the longest context: timed in one episode, counted in another.
+
+    Who counts passes every byte on, which would be part of the time.
+    """
     clocked = _Clocked(world.engine)
     # Stopping the server closes its sessions for good.
     server = await serve(world.new_sessions(cast(Engine, clocked)))
+    prompt = world.texts.take(world.scale.full_context - 4096)
+    async with OctopusClient.connect(server.address) as client:
+        timed = await _play(world, client, clocked, prompt, lambda: 0)
     async with (
         _Counter(server.address) as counter,
         OctopusClient.connect(counter.address) as client,
     ):
-        await _measure(world, report, client, counter, clocked)
+        counted = await _play(world, client, clocked, prompt, lambda: counter.total)
     await server.stop()
+    _tell(world, report, timed, counted)
 
 
-async def _measure(
-    world: World, report: Report, client: OctopusClient, counter: _Counter, clocked: _Clocked
-) -> None:
-    prompt = world.texts.take(world.scale.full_context - 4096)
-    conversation: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+async def _play(
+    world: World,
+    client: OctopusClient,
+    clocked: _Clocked,
+    prompt: str,
+    num_bytes: Callable[[], int],
+) -> _Played:
+    played = _Played([{"role": "user", "content": prompt}])
     sampling = SamplingOptions(max_tokens=_REPLY_TOKENS)
     limits = Limits(answer_reserve=1, max_turns=1 << 20)
-    ours, ours_bytes, resend, resend_bytes = [], [], [], []
-    reply = 0
     async with client.episode(limits=limits, primitives=()) as episode:
         await episode.root.generate(prompt, sampling=sampling)
         for _ in range(_NUM_TURNS):
             observation = world.texts.take(_OBSERVATION_TOKENS)
-            clocked.asked_s, before = None, counter.total
+            clocked.asked_s, before = None, num_bytes()
             begin = time.perf_counter()
             turn = await episode.root.generate(
                 [Message(role="tool", content=observation)], sampling=sampling
             )
             assert clocked.asked_s is not None
-            ours.append(1e3 * (clocked.asked_s - begin))
-            ours_bytes.append(counter.total - before)
-            reply = len(turn.raw_text.encode())
-            conversation += [
+            played.milliseconds.append(1e3 * (clocked.asked_s - begin))
+            played.num_bytes.append(num_bytes() - before)
+            played.reply_bytes = len(turn.raw_text.encode())
+            played.conversation += [
                 {"role": "tool", "content": observation},
                 {"role": "assistant", "content": turn.raw_text},
             ]
-            if len(resend) < _NUM_RESENT:
-                milliseconds, num_bytes = _resent(world, conversation)
-                resend.append(milliseconds)
-                resend_bytes.append(num_bytes)
-    say(f"assembly: {len(ours)} turns")
-    own, other = spread(ours_bytes)["median"], spread(resend_bytes)["median"] + reply
-    report.put(assembly_ms_128k=spread(ours)["median"], wire_reduction=round(1 - own / other, 5))
+            if len(played.stateless) < _NUM_RESENT:
+                played.stateless.append(_resent(world, played.conversation))
+    return played
+
+
+def _tell(world: World, report: Report, timed: _Played, counted: _Played) -> None:
+    say(f"assembly: {len(timed.milliseconds)} turns")
+    ours, resend = spread(timed.milliseconds), spread([ms for ms, _ in timed.stateless])
+    own = spread(counted.num_bytes)
+    other = spread([size for _, size in counted.stateless])["median"] + counted.reply_bytes
+    report.put(assembly_ms_128k=ours["median"], wire_reduction=round(1 - own["median"] / other, 5))
     report.put_detail(
         "assembly",
         {
-            "ours_ms": spread(ours),
-            "stateless_ms": spread(resend),
-            "speedup": round(spread(resend)["median"] / spread(ours)["median"], 1),
-            "ours_bytes_both_ways": spread(ours_bytes),
+            "ours_ms": ours,
+            "stateless_ms": resend,
+            "speedup": round(resend["median"] / ours["median"], 1),
+            "ours_bytes_both_ways": own,
             "stateless_bytes_both_ways": other,
-            "stateless_prompt_tokens": len(_prompt(world, conversation)),
+            "stateless_prompt_tokens": len(_prompt(world, timed.conversation)),
         },
     )
 

@@ -22,6 +22,7 @@ BARRIER = "\udc00"
 message can hold it, and the template's string functions let it pass."""
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_MAX_REPEATED, _MAX_REPEATED_CHARS = 256, 16
 
 
 class ChatTokenizer:
@@ -51,6 +52,8 @@ class ChatTokenizer:
         self._endings = {name[at:] for name in control for at in range(1, len(name))}
         self._beginnings = {name[:at] for name in control for at in range(1, len(name))}
         self._longest = max(map(len, control), default=0)
+        self._repeated: dict[tuple[str, bool], tuple[int, ...]] = {}
+        """Ids of short pieces, by text and whether they begin a text."""
         # Stands before each piece, so that no tokenizer takes the piece for the start of a text.
         self._lead = next(
             (token.content for token in added.values() if not (token.lstrip or token.rstrip)), ""
@@ -172,11 +175,23 @@ class ChatTokenizer:
         while self._control is not None and (match := self._control.search(text, start)):
             ids += self._encode_piece(text[start : match.start() + 1], begins=begins and not start)
             start = match.start() + 1
-        return ids + self._encode_piece(text[start:], begins=begins and not start)
+        ids += self._encode_piece(text[start:], begins=begins and not start)
+        return ids
 
-    def _encode_piece(self, text: str, *, begins: bool) -> list[int]:
+    def _encode_piece(self, text: str, *, begins: bool) -> Sequence[int]:
         if not text:
-            return []
+            return ()
+        if len(text) > _MAX_REPEATED_CHARS:
+            return self._encode_text(text, begins=begins)
+        # What templates write around messages comes every turn, and a call costs more than it.
+        ids = self._repeated.get((text, begins))
+        if ids is None:
+            ids = tuple(self._encode_text(text, begins=begins))
+            if len(self._repeated) < _MAX_REPEATED:
+                self._repeated[text, begins] = ids
+        return ids
+
+    def _encode_text(self, text: str, *, begins: bool) -> list[int]:
         # A lone surrogate is no Unicode text; JSON lets one in.
         clean = text.encode("utf-8", "replace").decode("utf-8")
         if begins or not self._lead:

@@ -126,6 +126,7 @@ class Episode:
         self.nodes.append(node)
         self.num_tokens += len(cursor.token_ids)
         step.nodes.append(node)
+        step.num_tokens += len(cursor.token_ids)
         if node.on_path:
             step.head = cursor
         return node

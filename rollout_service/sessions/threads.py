@@ -66,6 +66,8 @@ class Step:
     """The newest cursor on the path; after the observation once the step is finished."""
     finished: bool = False
     nodes: list[NodeEntry] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens of `nodes`."""
     mounted: list[Mount] = field(default_factory=list)
     """Spans that calls inside this step read, those included that were visible before."""
     announced: set[str] = field(default_factory=set)
@@ -79,11 +81,6 @@ class Step:
     def awaits_turn(self) -> bool:
         """Whether a rewind began it and its turn is still to come."""
         return self.number > 0 and self.turn is None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step appended."""
-        return sum(len(node.cursor.token_ids) for node in self.nodes)
 
     def took(self, notes: list[Note]) -> None:
         """Remember what `notes` told the model."""
