@@ -9,6 +9,7 @@ import pytest
 
 from harness_sdk.errors import ConfigError
 from rollout_service.engine.vllm import groups, seams
+from rollout_service.engine.vllm.placeholders import RowsAndTokens, TokenTable
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -46,17 +47,21 @@ def test_windowed_attention_is_refused_by_name() -> None:
 
 
 def test_placeholder_rows_read_as_zeros_in_front_of_tokens() -> None:
-    one, other = seams.RowsAndTokens(5, [1, 2, 3]), seams.RowsAndTokens(70_000, [7])
-    table = np.full((2, 70_010), 9, dtype=np.int32)
-    # As vLLM's worker takes prompts in; the second is longer than the buffer behind both.
-    for row, prompt in enumerate((one, other)):
-        table[row, : len(prompt)] = prompt
-    table[1, : len(one)] = one
-    assert table[0, :10].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 9, 9]
-    assert table[1, :10].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 0, 0]
-    assert table[1, 69_998:70_003].tolist() == [0, 0, 7, 9, 9]
-    kept = np.array(one, dtype=np.int64)
-    np.asarray(other)
-    assert kept.tolist() == list(one) == one[:] == pickle.loads(pickle.dumps(one)).copy()
-    one.append(4)
-    assert (len(one), one[-1], one[-9], one[3:7]) == (9, 4, 0, [0, 0, 1, 2])
+    rows = RowsAndTokens(5, [1, 2, 3])
+    kept = np.array(rows, dtype=np.int64)
+    assert kept.tolist() == list(rows) == rows[:] == pickle.loads(pickle.dumps(rows)).copy()
+    assert kept.tolist() == [0, 0, 0, 0, 0, 1, 2, 3]
+    rows.append(4)
+    assert (len(rows), rows[-1], rows[-9], rows[3:7]) == (9, 4, 0, [0, 0, 1, 2])
+
+
+def test_a_table_takes_a_prompt_in_without_its_placeholders() -> None:
+    table = np.full((2, 10), 9, dtype=np.int32).view(TokenTable)
+    # As vLLM's worker takes a prompt in, what was sampled behind it, and moves it to another row.
+    prompt = RowsAndTokens(5, [1, 2, 3])
+    table[0, : len(prompt)] = prompt
+    table[0, 8:9] = [4]
+    table[1, :9] = table[0, :9]
+    assert table.tolist() == [[9, 9, 9, 9, 9, 1, 2, 3, 4, 9]] * 2
+    table[1, :4] = RowsAndTokens(4, [])
+    assert table[1, :4].tolist() == [9] * 4

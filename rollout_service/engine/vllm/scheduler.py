@@ -11,11 +11,13 @@ before it has begun, and its caller comes again.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from rollout_service.engine.vllm.copies import COPIES_ATTRIBUTE
 from rollout_service.engine.vllm.groups import is_recurrent, reads_mounts
 from rollout_service.engine.vllm.mount_free import MountFreeManager
+from rollout_service.engine.vllm.placeholders import own_rows
 from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
 from rollout_service.engine.vllm.registry import CursorRegistry, Group
 from rollout_service.engine.vllm.seams import (
@@ -25,7 +27,6 @@ from rollout_service.engine.vllm.seams import (
     Scheduler,
     add_utility,
     adopt,
-    own_rows,
     require_attributes,
 )
 from rollout_service.engine.vllm.stops import STOP_ARG, StopStrings
@@ -110,8 +111,10 @@ class CursorKVCacheManager(KVCacheManager):
                 manager.hide(request.request_id, plan.num_mounted)
             manager.num_cached_block[request.request_id] = 0
             if manager.records_new_block_ids:
-                # Rows of a fresh page that nothing fills must not hold another run's numbers.
-                manager.new_block_ids += [b.block_id for b in table if b.ref_cnt == 1]
+                # Rows of a fresh page that nothing fills must not hold another run's numbers. Fresh
+                # pages come last.
+                fresh = itertools.takewhile(lambda b: b.ref_cnt == 1, reversed(table))
+                manager.new_block_ids += [block.block_id for block in fresh]
         slots = super().allocate_slots(request, num_new_tokens, plan.num_rows, *args, **kwargs)
         if slots is None:
             copies.undo(mark)

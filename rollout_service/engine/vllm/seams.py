@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from harness_sdk.errors import ConfigError
 from rollout_service.engine.vllm.release import VLLM_VERSION
@@ -137,6 +134,7 @@ GPUModelRunner: Any = find_seam(
     _dummy_run="num_tokens",
     _update_states="scheduler_output",
     _prepare_inputs="scheduler_output num_scheduled_tokens",
+    _init_mrope_positions="req_state",
     _calc_mrope_positions="scheduler_output",
     _get_prompt_logprobs_dict="hidden_states num_scheduled_tokens",
 )
@@ -186,66 +184,6 @@ Refusal: Any = find_seam("vllm.exceptions:VLLMValidationError")
 LoRARequest: Any = find_seam(
     "vllm.lora.request:LoRARequest", call="lora_name lora_int_id lora_path"
 )
-
-
-def own_rows(request: Any, num_rows: int) -> None:
-    """Give a request that many placeholder tokens in front of its own: rows computed elsewhere.
-
-    Done in the core, so a turn's message carries only its new tokens. They are stored nowhere, so
-    the context's length costs the worker's copy into its table alone.
-    """
-    require_attributes(request, "prompt_token_ids", "num_prompt_tokens", "_all_token_ids")
-    own = request.prompt_token_ids
-    request.prompt_token_ids = RowsAndTokens(num_rows, own)
-    request.num_prompt_tokens = len(request.prompt_token_ids)
-    request._all_token_ids = RowsAndTokens(num_rows, own)
-    request.all_token_ids = ConstantList(request._all_token_ids)
-
-
-class RowsAndTokens(list[int]):
-    """Tokens behind `num_rows` zeros that are not stored."""
-
-    _scratch = np.zeros(1 << 16, dtype=np.int32)
-    """Zeros, and at the end the tokens that were last asked for as an array."""
-    _num_dirty = 0
-
-    def __init__(self, num_rows: int, token_ids: Iterable[int]) -> None:
-        super().__init__(token_ids)
-        self._num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self._num_rows + super().__len__()
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self[index] for index in range(*at.indices(len(self)))]
-        at = at + len(self) if at < 0 else at
-        return 0 if at < self._num_rows else super().__getitem__(at - self._num_rows)
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.chain(itertools.repeat(0, self._num_rows), super().__iter__())
-
-    def __reduce__(self) -> Any:
-        return RowsAndTokens, (self._num_rows, list(super().__iter__()))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of them; without `copy` a view that the next call changes.
-
-        vLLM copies a prompt into its table of tokens when it takes the request in.
-        """
-        cls, num_own = RowsAndTokens, super().__len__()
-        if len(self) > len(cls._scratch):
-            cls._scratch, cls._num_dirty = np.zeros(2 * len(self), dtype=np.int32), 0
-        end = len(cls._scratch)
-        cls._scratch[end - cls._num_dirty :] = 0
-        cls._scratch[end - num_own :] = list(super().__iter__())
-        cls._num_dirty = num_own
-        view = cls._scratch[end - len(self) :]
-        return view.astype(dtype or np.int32, copy=bool(copy))
-
-    def copy(self) -> list[int]:
-        """All of them, zeros included."""
-        return list(iter(self))
 
 
 def add_utility(name: str, function: Callable[..., Any]) -> None:

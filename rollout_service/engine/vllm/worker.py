@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_service.engine.vllm.ahead import EndedRows, on_device
+from rollout_service.engine.vllm.ahead import EndedRows
+from rollout_service.engine.vllm.batch_plans import BatchPlans
 from rollout_service.engine.vllm.blocks import block_regions
 from rollout_service.engine.vllm.copies import COPIES_ATTRIBUTE
 from rollout_service.engine.vllm.groups import (
@@ -26,7 +27,7 @@ from rollout_service.engine.vllm.groups import (
 from rollout_service.engine.vllm.launch import MOUNT_LAYERS_KEY, POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
 from rollout_service.engine.vllm.mount_free import HiddenRows, MountFreeGroup, MountFreeTable
-from rollout_service.engine.vllm.plan import AttachPlan, plan_from_wire
+from rollout_service.engine.vllm.placeholders import TokenTable
 from rollout_service.engine.vllm.rows import PackedRows
 from rollout_service.engine.vllm.seams import (
     GPUModelRunner,
@@ -60,13 +61,16 @@ class CursorRunner(GPUModelRunner):
         Args:
             is_ahead: Whether steps are scheduled before the one before them has ended.
         """
-        require_attributes(self, "requests", "input_batch", "positions", "uses_mrope")
+        require_attributes(
+            self, "requests", "input_batch", "positions", "uses_mrope", "max_model_len"
+        )
         require_attributes(self, "compilation_config", "num_prompt_logprobs", "max_num_reqs")
         require_attributes(self, "input_ids", "query_start_loc", "device")
         self._ended_rows = EndedRows() if is_ahead else None
         self._copier: StepCopier | None = None
         self._hidden_rows: HiddenRows | None = None
-        self._plans: dict[str, AttachPlan | None] = {}
+        self._row_indices: Tensor | None = None
+        self._plans = BatchPlans(self.device)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Layers that read mounts and layers that do not in groups of their own."""
@@ -76,6 +80,7 @@ class CursorRunner(GPUModelRunner):
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Shorten the tables of mount-free groups, once the groups are known."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self.input_batch.token_ids_cpu = self.input_batch.token_ids_cpu.view(TokenTable)
         groups = self.kv_cache_config.kv_cache_groups
         check_groups(groups, self.get_kv_cache_spec())
         mount_free = [i for i, g in enumerate(groups) if not reads_mounts(g.kv_cache_spec)]
@@ -91,8 +96,7 @@ class CursorRunner(GPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Zero and copy after vLLM zeroed fresh pages, before anything is computed."""
-        for request_id in scheduler_output.finished_req_ids:
-            self._plans.pop(request_id, None)
+        self._plans.forget(scheduler_output.finished_req_ids)
         result = super()._update_states(scheduler_output)
         copies = getattr(scheduler_output, COPIES_ATTRIBUTE, None)
         if copies is not None and (copies.blocks or copies.rows or copies.zeroed):
@@ -124,23 +128,32 @@ class CursorRunner(GPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Turn row indices into rotary positions, once pages have been found by row index."""
+        self._plans.take(self.input_batch.req_ids, self.requests)
         if self._hidden_rows is not None:
-            self._hidden_rows.set(self._numbers("num_mounted"))
+            self._hidden_rows.set(self._plans.num_mounted)
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        offsets = self._offsets()
-        if offsets.any():
-            per_token = torch.from_numpy(np.repeat(offsets, num_scheduled_tokens))
-            self.positions[: len(per_token)] += on_device(per_token, self.device)
+        offsets = self._plans.token_offsets(num_scheduled_tokens)
+        if offsets is not None:
+            self.positions[: len(offsets)] += offsets
         if self._ended_rows is not None:
             groups = self.kv_cache_config.kv_cache_groups
             states = [i for i, group in enumerate(groups) if is_recurrent(group.kv_cache_spec)]
             self._ended_rows.shield(self, num_scheduled_tokens, states)
         return result
 
+    def _init_mrope_positions(self, req_state: Any) -> None:
+        """Positions of a prompt along several rotary axes: its rows' indices along all alike.
+
+        vLLM would count a context's rows for every request.
+        """
+        if self._row_indices is None:
+            self._row_indices = torch.arange(self.max_model_len).expand(3, -1)
+        req_state.mrope_positions, req_state.mrope_position_delta = self._row_indices, 0
+
     def _calc_mrope_positions(self, scheduler_output: Any) -> None:
         """The same for models with several rotary axes; text moves along all alike."""
         super()._calc_mrope_positions(scheduler_output)
-        offsets = self._offsets()
+        offsets = self._plans.offsets
         if offsets.any():
             counts = [scheduler_output.num_scheduled_tokens[r] for r in self.input_batch.req_ids]
             per_token = np.repeat(offsets, counts)
@@ -157,7 +170,7 @@ class CursorRunner(GPUModelRunner):
         with self._plain_head():
             found = super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
         for request_id, tensors in found.items():
-            plan = self._plan(request_id)
+            plan = self._plans.plan(request_id, self.requests)
             if plan is not None and tensors is not None:
                 found[request_id] = type(tensors)(
                     *(None if t is None else t[plan.num_rows :] for t in tensors)
@@ -184,21 +197,6 @@ class CursorRunner(GPUModelRunner):
         if self._hidden_rows is not None:
             self._hidden_rows.set(np.zeros(0, dtype=np.int32))
         return super()._dummy_run(*args, **kwargs)
-
-    def _offsets(self) -> np.ndarray:
-        """Position minus row index of each request of the batch, `[N]`."""
-        return self._numbers("offset")
-
-    def _numbers(self, name: str) -> np.ndarray:
-        """A number of each request's plan, `[N]`."""
-        plans = [self._plan(request_id) for request_id in self.input_batch.req_ids]
-        return np.array([0 if p is None else getattr(p, name) for p in plans], dtype=np.int64)
-
-    def _plan(self, request_id: str) -> AttachPlan | None:
-        if request_id not in self._plans:
-            params = self.requests[request_id].sampling_params
-            self._plans[request_id] = params and plan_from_wire(params.extra_args)
-        return self._plans[request_id]
 
 
 class CursorWorker:
