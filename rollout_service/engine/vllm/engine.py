@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-
-from harness_sdk.errors import ConfigError, InvalidRequest, Unavailable
+from harness_sdk.errors import InvalidRequest, Unavailable
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
 from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
 from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
-from rollout_service.engine.vllm.core_client import CoreClient
 from rollout_service.engine.vllm.footing import hides_mounts
-from rollout_service.engine.vllm.launch import Pool, has_tokenizer, launch
-from rollout_service.engine.vllm.limits import check_cpu_model
-from rollout_service.engine.vllm.lora import AdapterReader, served_targets
-from rollout_service.engine.vllm.model_facts import read_facts
-from rollout_service.engine.vllm.process import EngineProcess, launched
+from rollout_service.engine.vllm.launch import has_tokenizer
+from rollout_service.engine.vllm.process import EngineProcess
+from rollout_service.engine.vllm.starting import (
+    EngineOptions,
+    StepUse,
+    adapters_over,
+    builder_over,
+    checked_facts,
+    engine_info,
+    launched_llm,
+)
 from rollout_service.engine.vllm.turn import Turn, check_options
 
 _STATES_PER_SEQUENCE = 8
@@ -75,21 +76,23 @@ class VllmEngine:
             on_end: Called once where the engine process ends unasked; all calls raise then.
             vllm_arguments: Further engine arguments of vLLM.
         """
-        self._model_path = model_path
-        self._device = device
-        self._dtype = dtype
-        self._max_tokens = max_tokens
-        self._max_states = max_states or _STATES_PER_SEQUENCE * max_num_seqs
-        self._page_tokens = page_tokens
-        self._mount_layers = mount_layers
-        self._max_num_seqs = max_num_seqs
-        self._max_adapters = max_adapters
-        self._max_lora_rank = max_lora_rank
-        self._tensor_parallel_size = tensor_parallel_size
-        self._async_scheduling = async_scheduling
-        self._detokenize = detokenize
-        self._on_end = on_end
-        self._vllm_arguments = dict(vllm_arguments or {})
+        self._options = EngineOptions(
+            model_path=model_path,
+            device=device,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            max_states=max_states or _STATES_PER_SEQUENCE * max_num_seqs,
+            page_tokens=page_tokens,
+            mount_layers=mount_layers,
+            max_num_seqs=max_num_seqs,
+            max_adapters=max_adapters,
+            max_lora_rank=max_lora_rank,
+            tensor_parallel_size=tensor_parallel_size,
+            async_scheduling=async_scheduling,
+            detokenize=detokenize,
+            on_end=on_end,
+            vllm_arguments=dict(vllm_arguments or {}),
+        )
         self._info: EngineInfo | None = None
         self._llm: Any = None
         self._process: EngineProcess | None = None
@@ -111,71 +114,14 @@ class VllmEngine:
         Raises:
             ConfigError: The model, an option or the installed vLLM cannot be served.
         """
-        if self._device == "cpu":
-            check_cpu_model(self._model_path, self._dtype)
-        facts = await asyncio.to_thread(read_facts, self._model_path)
-        mount_layers = facts.mount_layers(self._mount_layers)
-        if self._device == "cpu" and facts.has_experts and self._max_adapters:
-            raise ConfigError(
-                "vLLM has no CPU kernel for experts beside adapters",
-                value=f"max_adapters={self._max_adapters}",
-                limit="max_adapters=0",
-                remedy="serve version 0 alone, use --engine.name transformers, or a GPU",
-            )
-        targets = served_targets(has_experts=facts.has_experts)
-        clients: list[CoreClient] = []
-
-        def on_step(kv_use: float) -> None:
-            for client in clients:
-                client.on_step(kv_use)
-
-        start = partial(
-            launch,
-            self._model_path,
-            device=self._device,
-            dtype=self._dtype,
-            pool=Pool(
-                max_tokens=self._max_tokens,
-                page_tokens=None if facts.num_state_groups else self._page_tokens,
-                num_state_blocks=facts.num_state_groups * self._max_states,
-            ),
-            mount_layers=mount_layers,
-            max_positions=facts.max_positions,
-            max_num_seqs=self._max_num_seqs,
-            max_adapters=self._max_adapters,
-            max_lora_rank=self._max_lora_rank,
-            lora_targets=targets,
-            tensor_parallel_size=self._tensor_parallel_size,
-            async_scheduling=self._async_scheduling,
-            on_step=on_step,
-            extra=self._vllm_arguments,
-        )
-        self._llm = await launched(start)
+        options, on_step = self._options, StepUse()
+        facts = await checked_facts(options)
+        self._llm = await launched_llm(options, facts, on_step)
         # From here on `close` ends it, however the start goes on.
-        self._process = EngineProcess(self._llm, self._on_end)
-        builder = FootingBuilder(self._llm, self._process)
-        clients.append(builder.client)
-        self._adapters = Adapters(
-            builder,
-            AdapterReader(self._model_path, facts.model_hash, targets),
-            max_adapters=self._max_adapters,
-            max_rank=self._max_lora_rank,
-            dtype=getattr(torch, self._dtype),
-        )
-        await builder.client.command("usage")
-        if self._detokenize is not None:
-            await builder.client.load_detokenizer(self._detokenize)
-        self._info = EngineInfo(
-            name="vllm",
-            model=self._model_path,
-            model_hash=facts.model_hash,
-            vocab_size=facts.vocab_size,
-            max_positions=facts.max_positions,
-            mount_layers=mount_layers,
-            page_tokens=builder.client.use.page_rows,
-            cursor_tokens=builder.client.use.page_rows
-            * (0.5 + facts.num_state_groups / builder.client.use.blocks_per_page),
-        )
+        self._process = EngineProcess(self._llm, options.on_end)
+        builder = await builder_over(options, self._llm, self._process, on_step)
+        self._adapters = adapters_over(options, facts, builder)
+        self._info = engine_info(options, facts, builder)
         self._builder = builder
 
     async def close(self) -> None:
@@ -252,8 +198,8 @@ class VllmEngine:
         """
         check_options(
             sampling,
-            can_detokenize=self._detokenize is not None,
-            can_constrain=has_tokenizer(self._model_path),
+            can_detokenize=self._options.detokenize is not None,
+            can_constrain=has_tokenizer(self._options.model_path),
         )
         builder = self._serving(policy_version)
         prompt = child_cursor(
