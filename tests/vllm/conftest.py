@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import random
-import sys
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -31,17 +28,9 @@ from tests.vllm import audit
 from tests.vllm.models import DTYPES, MOE_FAMILIES, save_servable_model, servable_model
 from tests.vllm.preloaded import fork_engines
 
-
-@contextlib.contextmanager
-def vllm_environment() -> Iterator[None]:
-    """What vLLM and its processes read; other tests never see it."""
-    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", list(sys.path)):
-        prepare_environment()
-        yield
-
-
 # vLLM and what it imports warn of their own affairs when imported; later warnings are errors.
-with vllm_environment(), warnings.catch_warnings():
+prepare_environment()
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for module in (
         "rollout_service.engine.vllm.seams",
@@ -103,13 +92,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return families.index(family) if family in families else -1
 
     items.sort(key=order)
-
-
-@pytest.fixture(scope="package", autouse=True)
-def environment() -> Iterator[None]:
-    """Around the tests of this folder."""
-    with vllm_environment():
-        yield
 
 
 @pytest.fixture(scope="session")
