@@ -208,11 +208,11 @@ def served_checksums(
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors' bytes, brought in one go: one by one they would wait for the device each."""
     on_host = [
-        torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
-            tensor, non_blocking=True
-        )
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         for tensor in tensors
     ]
+    for copy, tensor in zip(on_host, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()
     return on_host
