@@ -120,10 +120,12 @@ def _delta_inputs(
     case: ScanCase, normal: Callable[..., torch.Tensor], uniform: Callable[..., torch.Tensor]
 ) -> Tensors:
     rows = sum(case.tree.lengths)
+    # A slice of wider rows, as the mixer's projection gives it.
+    values = normal(rows, case.heads * case.value_dim + 8)[:, :-8]
     return {
         "query": F.normalize(normal(rows, case.key_heads, case.key_dim), dim=-1),
         "key": F.normalize(normal(rows, case.key_heads, case.key_dim), dim=-1),
-        "value": normal(rows, case.heads, case.value_dim),
+        "value": values.unflatten(1, (case.heads, case.value_dim)),
         "log_decay": -uniform(rows, case.heads).pow(4) * case.max_decay,
         "beta": uniform(rows, case.heads),
     }

@@ -56,7 +56,7 @@ def with_gradients(
     compute: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Computed
 ) -> Computed:
     """What `compute(**inputs)` gives, and the gradient of each input under fixed random ones."""
-    leaves = {name: each.detach().clone().requires_grad_() for name, each in inputs.items()}
+    leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
     generator = torch.Generator().manual_seed(1)
     with torch.enable_grad():
         out = compute(**leaves)

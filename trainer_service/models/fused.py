@@ -46,6 +46,13 @@ def _gated_norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> t
     return rms_norm(hidden_states, self.weight, gate, eps=self.variance_epsilon)
 
 
+def _norm_of_gated(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Mamba-2's: `weight * norm(x * silu(gate))`."""
+    if not _runs_fused(hidden_states, self.weight):
+        return type(self).forward(self, hidden_states, gate)
+    return rms_norm(swiglu(gate, hidden_states), self.weight, eps=self.variance_epsilon)
+
+
 def _feed_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`down(silu(gate(x)) * up(x))`."""
     if not _runs_fused(x, self.gate_proj.weight) or self.config.hidden_act != "silu":
@@ -68,6 +75,7 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(
         ("Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "Qwen3NextRMSNormGated"), _gated_norm
     ),
+    "GraniteMoeHybridRMSNormGated": _norm_of_gated,
     **dict.fromkeys(("LlamaMLP", "Qwen3MLP", "Qwen3_5MLP"), _feed_forward),
 }
 """By the module's class."""

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from trainer_service.models.tree_forward import PackedTree
 from tree_kernels.causal_conv import tree_causal_conv
 from tree_kernels.gated_delta_rule import tree_gated_delta_rule_with_states
+from tree_kernels.rowwise import delta_gates, l2_normalised
 
 
 def qwen3_5_forward(
@@ -53,11 +53,21 @@ def _delta_net(
     rows = mixed.shape[0]
     taps = self.conv1d.weight[:, 0]
     mixed = tree.with_context(self.layer_idx, mixed, taps.shape[1])
-    mixed = tree_causal_conv(mixed, taps, self.conv1d.bias, tree.layout)
+    mixed = tree_causal_conv(
+        mixed, taps, self.conv1d.bias, tree.layout, silu=activates_in_convolution(self, mixed)
+    )
     recurrence = partial(_recurrence, self, tree)
     out = tree.recur(self.layer_idx, recurrence, mixed, beta, step, self.A_log, self.dt_bias)
     normed = self.norm(out.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
     return self.out_proj(normed.view(1, rows, -1))
+
+
+def activates_in_convolution(mixer: Any, mixed: torch.Tensor) -> bool:
+    """Whether the convolution applies the mixer's activation; if not, the recurrence does.
+
+    On the CPU the recurrence widens what it is given before the activation, as the rollout's does.
+    """
+    return mixer.activation == "silu" and mixed.device.type != "cpu"
 
 
 def _recurrence(
@@ -71,25 +81,17 @@ def _recurrence(
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Delta rule of the convolved q|k|v, `[T, HV, V]`, and the states to leave."""
-    mixed = ACT2FN[self.activation](mixed)
+    if not activates_in_convolution(self, mixed):
+        mixed = ACT2FN[self.activation](mixed)
     query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+    log_decay, strength = delta_gates(step, beta, a_log, dt_bias)
     return tree_gated_delta_rule_with_states(
-        _l2_normalised(query.unflatten(-1, (self.num_k_heads, self.head_k_dim))),
-        _l2_normalised(key.unflatten(-1, (self.num_k_heads, self.head_k_dim))),
+        l2_normalised(query.unflatten(-1, (self.num_k_heads, self.head_k_dim))),
+        l2_normalised(key.unflatten(-1, (self.num_k_heads, self.head_k_dim))),
         value.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-        -_wide(a_log).exp() * F.softplus(_wide(step) + dt_bias),
-        beta.sigmoid(),
+        log_decay,
+        strength,
         tree.recurrent_layout,
         initial_states=initial,
         end_nodes=tree.end_nodes,
     )
-
-
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def _l2_normalised(values: torch.Tensor) -> torch.Tensor:
-    # Not F.normalize: its epsilon bounds the norm instead of adding to its square.
-    wide = _wide(values)
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
+from trainer_service.models.gated_delta_net import activates_in_convolution
 from trainer_service.models.tree_forward import PackedTree
 from tree_kernels.causal_conv import tree_causal_conv
 from tree_kernels.ssd import tree_ssd_with_states
@@ -24,7 +25,9 @@ def granite_forward(
     )
     taps = self.conv1d.weight[:, 0]
     mixed = tree.with_context(self.layer_idx, mixed, taps.shape[1])
-    mixed = tree_causal_conv(mixed, taps, self.conv1d.bias, tree.layout)
+    mixed = tree_causal_conv(
+        mixed, taps, self.conv1d.bias, tree.layout, silu=activates_in_convolution(self, mixed)
+    )
     recurrence = partial(_recurrence, self, tree)
     out = tree.recur(self.layer_idx, recurrence, mixed, step, self.A_log, self.dt_bias, self.D)
     normed = self.norm(out.reshape(1, rows, -1), gate[None])
@@ -43,7 +46,8 @@ def _recurrence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SSD of the convolved x|B|C, `[T, H, P]`, and the states to leave."""
     state_width = self.n_groups * self.ssm_state_size
-    mixed = ACT2FN[self.activation](mixed)
+    if not activates_in_convolution(self, mixed):
+        mixed = ACT2FN[self.activation](mixed)
     x, b, c = mixed.split([self.intermediate_size, state_width, state_width], dim=-1)
     step = F.softplus(step + dt_bias.to(step.dtype))
     return tree_ssd_with_states(

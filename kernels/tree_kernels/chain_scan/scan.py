@@ -353,6 +353,9 @@ class ChainScan:
     def _tuned(self, kernel: str) -> dict[str, int]:
         tunings = _EXACT if self.dtype == torch.float32 else _FAST
         block_v, num_warps, num_stages = tunings[kernel]
+        if kernel in ("dqk", "system"):
+            # A loop of one step is unrolled, and then its values don't fit in registers.
+            block_v = min(block_v, max(16, block(self.value_dim, 1 << 20) // 2))
         return {
             "BLOCK_V": block(self.value_dim, block_v),
             "num_warps": num_warps,

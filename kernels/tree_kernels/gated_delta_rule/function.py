@@ -52,7 +52,9 @@ class _ChainScan(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.types = query.dtype, key.dtype, log_decay.dtype, beta.dtype
         ctx.initial_type = None if initial_states is None else initial_states.dtype
-        query, key, value = (each.to(value.dtype).contiguous() for each in (query, key, value))
+        query, key = (each.to(value.dtype).contiguous() for each in (query, key))
+        if value.stride()[1:] != (value.shape[2], 1):
+            value = value.contiguous()
         beta = beta.contiguous()
         scan = ChainScan.of(key, value, chains, block_t, key.shape[2] ** -0.5)
         sums = scan.sums(log_decay.contiguous())
@@ -97,6 +99,7 @@ class _ChainScan(torch.autograd.Function):
                 *scan.chunks,
                 group.first_row,
                 group.first_chunk,
+                value.stride(0),
             )
 
         dout, dends = grads
@@ -154,6 +157,7 @@ def _apply(
         reads,
         value if writes is None else writes,
         *scan.chunks,
+        value.stride(0),
         WRITES=writes is not None,
     )
     return reads

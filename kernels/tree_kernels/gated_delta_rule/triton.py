@@ -68,6 +68,7 @@ def gated_delta_rule_kernel_apply(
     writes,
     chunk_begins,
     chunk_lengths,
+    value_stride,
     HK: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -103,7 +104,8 @@ def gated_delta_rule_kernel_apply(
             column = first + tl.arange(0, BLOCK_V)
             v_at = at[:, None] * V + column[None, :]
             v_real = real[:, None] & (column < V)[None, :]
-            v = tl.load(value + v_at, mask=v_real, other=0.0).to(tl.float32)
+            given_at = (begin + row)[:, None] * value_stride + head * V + column[None, :]
+            v = tl.load(value + given_at, mask=v_real, other=0.0).to(tl.float32)
             write = tl.dot(x, (v * b[:, None]).to(x.dtype), input_precision=PRECISION)
             tl.store(writes + v_at, write.to(writes.dtype.element_ty), mask=v_real)
 
@@ -126,6 +128,7 @@ def gated_delta_rule_bwd_kernel_system(
     chunk_lengths,
     first_row,
     first_chunk,
+    value_stride,
     HK: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -170,7 +173,8 @@ def gated_delta_rule_bwd_kernel_system(
         n_dn += tl.dot(new, tl.trans(dnew), input_precision=PRECISION)
         dn_s += tl.dot(dnew, state, input_precision=PRECISION)
         y = tl.dot(x_t, dnew, input_precision=PRECISION)
-        v = tl.load(value + v_at, mask=v_real, other=0.0).to(tl.float32)
+        given_at = (begin + row)[:, None] * value_stride + head * V + column[None, :]
+        v = tl.load(value + given_at, mask=v_real, other=0.0).to(tl.float32)
         db += tl.sum(y * v, 1)
         tl.store(dvalue + v_at, (y * b[:, None]).to(dvalue.dtype.element_ty), mask=v_real)
 
