@@ -183,6 +183,15 @@ class AdapterOptions(Options):
     """Largest file of tensors."""
 
 
+class MetricsOptions(Options):
+    """Figures for Prometheus; needs the extra `watch`."""
+
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of /metrics; unset serves none, 0 takes a free one."""
+    host: str = "127.0.0.1"
+    """Address to bind; whoever reaches it reads the figures."""
+
+
 class RolloutConfig(Options):
     """Everything `octopus rollout` can be told."""
 
@@ -202,6 +211,7 @@ class RolloutConfig(Options):
     redis: RedisOptions = RedisOptions()
     mqtt: MqttOptions = MqttOptions()
     adapters: AdapterOptions = AdapterOptions()
+    metrics: MetricsOptions = MetricsOptions()
 
     @property
     def folder(self) -> Path:

@@ -22,6 +22,7 @@ from rollout_service.bus import ControlBus
 from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.base import Engine
+from rollout_service.exposition import exposed_sessions
 from rollout_service.server import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
@@ -57,6 +58,7 @@ class RolloutService:
     Attributes:
         address: `host:port` that the server is bound to, once entered.
         openai_address: The same of the OpenAI endpoint; empty where there is none.
+        metrics_address: The same of Prometheus's endpoint.
         sessions: The replica's episodes, once entered.
         adapters: The versions that it serves, once entered.
     """
@@ -66,6 +68,7 @@ class RolloutService:
         self._exit = contextlib.AsyncExitStack()
         self.address = ""
         self.openai_address = ""
+        self.metrics_address = ""
         self.sessions: Sessions
         self.adapters: Adapters
         self._stream: EpisodeStream | None = None
@@ -134,6 +137,12 @@ class RolloutService:
             self._exit.push_async_callback(endpoint.stop)
             self.openai_address = endpoint.address
             logger.info("OpenAI endpoint at %s", endpoint.url)
+        if config.metrics.port is not None:
+            serving = exposed_sessions(
+                self.sessions, host=config.metrics.host, port=config.metrics.port
+            )
+            self.metrics_address = self._exit.enter_context(serving)
+            logger.info("Prometheus metrics at http://%s/metrics", self.metrics_address)
         server = await _open_server(config, self.sessions)
         self._exit.push_async_callback(self._stop_server, server)
         self.address = server.address

@@ -213,6 +213,19 @@ class PublishOptions(Options):
     """Newest adapters kept for replicas that start late."""
 
 
+class ReportOptions(Options):
+    """Where figures go beside the run folder; each needs the extra `watch`."""
+
+    tensorboard: bool = False
+    """Event files in the run folder's tensorboard."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases; the run has the run's name."""
+    prometheus_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of /metrics; unset serves none, 0 takes a free one."""
+    prometheus_host: str = "127.0.0.1"
+    """Address to bind; whoever reaches it reads the figures."""
+
+
 class TrainerConfig(Options):
     """Everything `octopus trainer` can be told."""
 
@@ -236,6 +249,7 @@ class TrainerConfig(Options):
     redis: RedisOptions = RedisOptions()
     mqtt: MqttOptions = MqttOptions()
     publish: PublishOptions = PublishOptions()
+    report: ReportOptions = ReportOptions()
 
     @property
     def folder(self) -> Path:

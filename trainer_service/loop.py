@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from trainer_service.ranks import Ranks
 from trainer_service.run_folder import identity, locked
 from trainer_service.run_keys import claim_run, grant_permits, permits, send_figures
 from trainer_service.run_state import Progress, RunState, probe_tokens
+from trainer_service.sinks import Sink, open_sinks
 from trainer_service.step import StepResult, dismiss, train_step
 from trainer_service.stream import EpisodeStream, RedisLink
 
@@ -71,7 +72,8 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
             if await unless_stopped(stop, stack.enter_async_context(bus)) is None:
                 await asyncio.to_thread(dismiss, ranks)
                 return run.progress
-        loop = _Loop(config, run, stop, link, bus, ranks)
+        sinks = stack.enter_context(open_sinks(config))
+        loop = _Loop(config, run, stop, link, bus, ranks, sinks)
         progress = await loop.run()
     await asyncio.to_thread(dismiss, ranks)
     return progress
@@ -88,8 +90,10 @@ class _Loop:
         link: RedisLink | None,
         bus: ControlBus | None,
         ranks: Ranks,
+        sinks: Sequence[Sink],
     ) -> None:
         self._config = config
+        self._sinks = sinks
         self._ranks = ranks
         self._cost = _model_cost(config) if ranks.size > 1 else None
         self._run = run
@@ -148,6 +152,7 @@ class _Loop:
         finally:
             values["seconds/step"] = time.monotonic() - begin
             figures = self._report(values)
+        await asyncio.to_thread(self._tell_sinks, values)
         if self._link is not None:
             await self._unless_stopped(send_figures(self._link, self._config.run, figures))
         self._check_skipped()
@@ -290,6 +295,14 @@ class _Loop:
         if taken >= granted and taken > here and isinstance(self._feed, StreamFeed):
             log.warning("%d groups were begun and sent nothing; their permits return", taken - here)
             self._feed.drop_lost(taken - here)
+
+    def _tell_sinks(self, values: dict[str, float]) -> None:
+        for sink in self._sinks:
+            try:
+                sink(self._run.optimizer.num_steps, values)
+            except Exception:
+                # A full disk or a site that is away must not cost the run.
+                log.warning("figures of a step are lost to a sink", exc_info=True)
 
     def _report(self, values: dict[str, float]) -> str:
         for cause, count in self._feed.dropped().items():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +90,11 @@ async def world(
         }  # fmt: skip
         services, clients, applying = [], [], []
         for number in range(2):
-            fields = {"replica_id": f"r{number}", "server": {"port": 0, "grace_s": 1}}
+            fields = {
+                "replica_id": f"r{number}",
+                "server": {"port": 0, "grace_s": 1},
+                "metrics": {"port": 0},
+            }
             config = RolloutConfig.model_validate({**common, **fields})
             service = await stack.enter_async_context(RolloutService(config))
             services.append(service)
@@ -279,3 +286,38 @@ async def test_old_tokens_are_weighed_where_staleness_is_corrected(world: _World
     # On policy the weights are 1; a version later they are not.
     assert lines[0]["objective/importance_mean"] == pytest.approx(1.0, abs=1e-4)
     assert abs(lines[1]["objective/importance_mean"] - 1.0) > 1e-4
+
+
+async def test_dashboard_shows_only_what_the_processes_export(world: _World) -> None:
+    config = world.config(report={"prometheus_port": 0})
+    stop = asyncio.Event()
+    async with asyncio.timeout(60):
+        training = asyncio.create_task(loop.train(config, stop))
+        await _close(await _open(world, "first", ("keep", "keep")))
+        metrics = config.folder / "metrics.jsonl"
+        while not (metrics.exists() and read_metrics(metrics)):
+            await asyncio.sleep(0.05)
+        addresses = [
+            (config.folder / "metrics.address").read_text(),
+            *(service.metrics_address for service in world.services),
+        ]
+        pages = [await asyncio.to_thread(_page, address) for address in addresses]
+        stop.set()
+        await training
+    exported = {line.partition("{")[0] for page in pages for line in page.splitlines()}
+    text = (Path(__file__).parents[2] / "docker" / "grafana.json").read_text()
+    expressions = [
+        target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]
+    ]
+    shown = {name for each in expressions for name in re.findall(r"octopus_[a-z_]+(?=\{)", each)}
+    assert len(shown) > 40
+    assert shown <= exported
+    (pattern,) = re.findall(r'__name__=~"([^"]+)"', text.replace('\\"', '"'))
+    assert any(re.fullmatch(pattern, name) for name in exported)
+    assert 'octopus_rollout_open_episodes{replica="r0",run="async"} 0.0' in pages[1]
+    assert 'octopus_trainer_policy_version{run="async"} 1.0' in pages[0]
+
+
+def _page(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        return reply.read().decode()
