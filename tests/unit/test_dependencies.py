@@ -15,6 +15,9 @@ CONTRACTS = (
     "harness_sdk.record",
     "harness_sdk.records_file",
     "harness_sdk.control",
+    "harness_sdk.exposition",
+    "harness_sdk.measures",
+    "harness_sdk.model_cost",
     "harness_sdk._wire",
     "harness_sdk._cancellation",
 )
