@@ -26,8 +26,6 @@ class Case:
     """Compute the strip in pieces."""
     repeats: int = 2
     """Steps measured, after one that is not."""
-    warm: bool = True
-    """Whether a step that is not measured comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +58,18 @@ def cuda_plan() -> Plan:
     """Qwen3.5-4B's shape on one H200, within four minutes."""
     cases = (
         *_overlaps(path=4096, paths=16, num_sampled=64, stock_paths=3),
-        _octopus("octopus 200K", 200_000, flat="octopus 200K", repeats=1, warm=False),
-        _comb("262K tokens", 262_144, 8, repeats=1, warm=False),
+        _octopus("octopus 200K", 200_000, flat="octopus 200K", repeats=1),
+        _comb("262K tokens", 262_144, 8, repeats=1),
         *_depths(32_768),
         _octopus("octopus 32K", 32_768),
         _octopus("octopus 32K without mounts", 32_768, mounted=False),
         # Half the memory goes to keys, values and their gradients, the rest allows such a piece.
-        _octopus(
-            "512K tokens in pieces of 6K", 524_288, max_piece_tokens=6144, repeats=1, warm=False
-        ),
+        _octopus("512K tokens in pieces of 6K", 524_288, max_piece_tokens=6144, repeats=1),
         _case(
             "64K tokens, overlap 80 %",
             lambda: trees.overlapping(16, 20_480, 0.8, 320),
             flat="64K tokens",
             repeats=1,
-            warm=False,
         ),
         *_node_lengths(((512, 6), (128, 8), (4096, 3))),
         *_recorded(20_000),

@@ -26,17 +26,14 @@ def train(policy: Policy, strips: Sequence[Strip], *, max_piece_tokens: int | No
         OBJECTIVES["dag_grpo"](logprobs, strip, advantages, options).loss.backward()
 
 
-def seconds(step: Callable[[], None], device: torch.device, *, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls: of the clock on a GPU, of this process on the CPU.
+def seconds(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a call: of the clock on a GPU, of this process on the CPU.
 
     Other processes of a busy machine then cost nothing that is counted.
     """
-    found = []
-    for _ in range(repeats):
-        begin = _now(device)
-        step()
-        found.append(_now(device) - begin)
-    return found
+    begin = _now(device)
+    step()
+    return _now(device) - begin
 
 
 def matmul_peak(device: torch.device) -> float:
@@ -47,8 +44,7 @@ def matmul_peak(device: torch.device) -> float:
     def multiply() -> None:
         torch.matmul(left, right)
 
-    seconds(multiply, device, repeats=3)
-    return 2.0 * size**3 / statistics.median(seconds(multiply, device, repeats=10))
+    return 2.0 * size**3 / statistics.median([seconds(multiply, device) for _ in range(13)][3:])
 
 
 def _now(device: torch.device) -> float:

@@ -70,7 +70,7 @@ class Bench:
     def _measure(self, case: Case) -> None:
         record = case.build(self._policy.mount_layers)
         (strip,) = trees.packed([record], 1)
-        flat = trees.packed(trees.paths(record), self._plan.flat_strip_tokens)
+        flat = self._flat_strips(record)
         recomputed = self._checkpointing or case.max_piece_tokens is not None
         work = self._flops.step(strip, recomputed=recomputed)
         flat_work = sum(self._flops.step(each, recomputed=self._checkpointing) for each in flat)
@@ -79,13 +79,13 @@ class Bench:
         detail: dict[str, Any] = {"flops": work, "flat_flops": flat_work}
         self.rows.append(row)
         self.detail[case.name] = detail
-        if not self._succeeds(detail, lambda: self._measure_tree(case, strip, row, detail)):
+        if not self._succeeds(detail, lambda: self._measure_tree(case, record, row, detail)):
             return
         detail["flops_per_s"] = work / detail["step_s"]
         detail["share_of_matmul_peak"] = detail["flops_per_s"] / self._peak
         self._write()
         if case.flat is not None:
-            self._succeeds(detail, lambda: self._compare(case, flat, row, detail))
+            self._succeeds(detail, lambda: self._compare(case, record, row, detail))
             self._write()
         if case.stock_paths:
             self._succeeds(detail, lambda: self._compare_stock(case, record, detail))
@@ -103,41 +103,51 @@ class Bench:
         return True
 
     def _measure_tree(
-        self, case: Case, strip: Strip, row: dict[str, Any], detail: dict[str, Any]
+        self, case: Case, record: EpisodeRecord, row: dict[str, Any], detail: dict[str, Any]
     ) -> None:
-        def step() -> None:
-            train(self._policy, [strip], max_piece_tokens=case.max_piece_tokens)
-
         # Pieces compute their activations again already.
         dict(self._policy.modules())[""].train(
             self._checkpointing and case.max_piece_tokens is None
         )
+
+        def steps(count: int) -> list[float]:
+            return [
+                self._seconds(trees.packed([record], 1), case.max_piece_tokens)
+                for _ in range(count)
+            ]
+
         device = self._policy.device
         if device.type == "cuda":
             with peak_gib(device) as peak:
-                detail["steps_s"] = seconds(step, device, repeats=case.repeats + case.warm)
+                detail["steps_s"] = steps(1 + case.repeats)
         else:
-            detail["steps_s"] = seconds(step, device, repeats=case.repeats + case.warm)
+            detail["steps_s"] = steps(1 + case.repeats)
             with peak_gib(device) as peak:
-                step()
-        detail["step_s"] = statistics.median(detail["steps_s"][int(case.warm) :])
-        row["tokens_per_s"] = strip.num_tokens / detail["step_s"]
+                steps(1)
+        detail["step_s"] = statistics.median(detail["steps_s"][1:])
+        row["tokens_per_s"] = row["tokens_unique"] / detail["step_s"]
         row["peak_gib"] = peak[0]
 
+    def _seconds(self, strips: list[Strip], max_piece_tokens: int | None = None) -> float:
+        """Of one step over strips that are new, as in training: their tables are built in it."""
+
+        def step() -> None:
+            train(self._policy, strips, max_piece_tokens=max_piece_tokens)
+
+        return seconds(step, self._policy.device)
+
     def _compare(
-        self, case: Case, flat: list[Strip], row: dict[str, Any], detail: dict[str, Any]
+        self, case: Case, record: EpisodeRecord, row: dict[str, Any], detail: dict[str, Any]
     ) -> None:
         assert case.flat is not None
         if case.flat not in self._flat_seconds:
-            expected = detail["step_s"] * detail["flat_flops"] / detail["flops"]
-            if not self._has_time(case, expected * (1 + case.warm)):
+            flat = self._flat_strips(record)
+            share = 1 + flat[0].num_tokens / row["tokens_flat"]
+            expected = share * detail["step_s"] * detail["flat_flops"] / detail["flops"]
+            if not self._has_time(case, expected):
                 return
-
-            def step() -> None:
-                train(self._policy, flat)
-
-            measured = seconds(step, self._policy.device, repeats=1 + case.warm)
-            self._flat_seconds[case.flat] = measured[-1]
+            self._seconds(flat[:1])
+            self._flat_seconds[case.flat] = self._seconds(self._flat_strips(record))
         detail["flat_s"] = self._flat_seconds[case.flat]
         row["speedup"] = detail["flat_s"] / detail["step_s"]
         detail["share_of_flops_bound"] = row["speedup"] / row["bound_flops"]
@@ -154,10 +164,13 @@ class Bench:
             for path in chosen:
                 stock.train(path)
 
-        (found,) = seconds(step, self._policy.device, repeats=1)
+        found = seconds(step, self._policy.device)
         detail["stock_paths_measured"] = len(chosen)
         detail["stock_s_per_path"] = found / len(chosen)
         detail["speedup_over_stock"] = found / len(chosen) * len(paths) / detail["step_s"]
+
+    def _flat_strips(self, record: EpisodeRecord) -> list[Strip]:
+        return trees.packed(trees.paths(record), self._plan.flat_strip_tokens)
 
     def _has_time(self, case: Case, expected_s: float) -> bool:
         left = self._deadline - time.monotonic()

@@ -180,8 +180,11 @@ def packed(records: Sequence[EpisodeRecord], max_tokens: int) -> list[Strip]:
 def recorded(max_tokens: int) -> list[tuple[str, EpisodeRecord]]:
     """The recorded runs of tests/data merged into prefix trees, each byte a token.
 
-    Trees without a fork and trees above `max_tokens` are left out; the largest come first.
+    Trees without a fork and trees above `max_tokens` are left out; the largest come first. None
+    where the files are not at hand.
     """
+    if not _TRAJECTORIES.is_dir():
+        return []
     from harness_sdk.trajectories.episode_records import tree_to_record
     from harness_sdk.trajectories.formats import read_runs
     from harness_sdk.trajectories.merge import merge
