@@ -49,7 +49,7 @@ def exposed(
         raise ConfigError(
             "Prometheus needs prometheus_client",
             value=f"port {port}",
-            remedy="pip install 'octopus-agents[watch]'",
+            remedy="pip install 'octopus-agents[metrics]'",
         ) from error
 
     class Figures:

@@ -184,7 +184,7 @@ class AdapterOptions(Options):
 
 
 class MetricsOptions(Options):
-    """Figures for Prometheus; needs the extra `watch`."""
+    """Figures for Prometheus; needs the extra `metrics`."""
 
     port: int | None = Field(default=None, ge=0, le=65535)
     """Port of /metrics; unset serves none, 0 takes a free one."""

@@ -214,7 +214,7 @@ class PublishOptions(Options):
 
 
 class ReportOptions(Options):
-    """Where figures go beside the run folder; each needs the extra `watch`."""
+    """Where figures go beside the run folder; each needs the extra `metrics`."""
 
     tensorboard: bool = False
     """Event files in the run folder's tensorboard."""

@@ -96,5 +96,5 @@ def _package(name: str, option: str) -> Any:
         raise ConfigError(
             f"{option} needs a package that is not installed",
             value=str(error),
-            remedy="pip install 'octopus-agents[watch]', or remove the option",
+            remedy="pip install 'octopus-agents[metrics]', or remove the option",
         ) from error

@@ -71,7 +71,7 @@ def test_package_that_is_missing_is_named_with_its_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with (
-        pytest.raises(ConfigError, match=r"octopus-agents\[watch\]"),
+        pytest.raises(ConfigError, match=r"octopus-agents\[metrics\]"),
         open_sinks(_config(tmp_path, **report)),
     ):
         pass
