@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 from handbook.configuration import COMMAND_MODELS
 from handbook.tables import code, table
 from harness_sdk.cli.__main__ import COMMANDS
+from harness_sdk.cli.settings import ENVIRONMENT
 
 _HEAD = """# Commands
 
@@ -31,7 +34,11 @@ def commands_page() -> str:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """A command's parser, as `octopus NAME` makes it."""
     parser = argparse.ArgumentParser(prog=f"octopus {name}")
-    importlib.import_module(f"harness_sdk.cli.{name}").add_arguments(parser)
+    # Some defaults are variables of whoever builds the page.
+    with mock.patch.dict(os.environ):
+        for variable in ENVIRONMENT:
+            os.environ.pop(variable, None)
+        importlib.import_module(f"harness_sdk.cli.{name}").add_arguments(parser)
     return parser
 
 

@@ -17,7 +17,9 @@ class RetryPolicy:
     max_attempts: int = 5
     """1 never repeats."""
     initial_backoff_s: float = 0.1
+    """Pause before the first repeat."""
     max_backoff_s: float = 5.0
+    """Longest pause."""
     multiplier: float = 2.0
     """Growth of the pause; each pause is drawn between half and the whole of it."""
 

@@ -133,14 +133,17 @@ class SamplingOptions:
     """How a turn is sampled. Log-probabilities are those of the distribution sampled from."""
 
     max_tokens: int = 1024
+    """Tokens of a turn, the stop included."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Share of the probability that is kept; below 1 nothing can be trained on."""
     top_k: int = 0
     """0 keeps every token."""
     stop: tuple[str, ...] = ()
     """Strings that end the turn; the text keeps them out, the tokens keep them in."""
     seed: int | None = None
+    """None draws one."""
     structured: StructuredOutput | None = None
     """None leaves the text free."""
 

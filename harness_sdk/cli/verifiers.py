@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     from harness_sdk.cli.run_config import VerifiersConfig
 
-    parser.add_argument("taskset", help="name of the taskset's package, which is installed")
+    parser.add_argument(
+        "taskset", metavar="TASKSET", help="name of the taskset's package, which is installed"
+    )
     parser.add_argument(
         "--env", type=json_object, default={}, metavar="JSON",
         help='fields of the environment, as {"agent": {"runtime": {"type": "subprocess"}}}',

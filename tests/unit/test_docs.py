@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from handbook.commands import parser_of
+from handbook.commands import commands_page, parser_of
 from handbook.configuration import COMMAND_MODELS
+from handbook.figures import figure_files, figures_page
 from handbook.pages import ROOT_PAGES, generated_pages
 from harness_sdk.cli.__main__ import COMMANDS
 from tests.pages import ROOT, blocks, pages
@@ -90,10 +91,8 @@ def test_reference_names_exist() -> None:
 
 
 def test_generated_pages_tell_every_key_command_and_message(generated: dict[str, str]) -> None:
-    configuration, commands = (
-        generated["reference/configuration.md"],
-        generated["reference/commands.md"],
-    )
+    configuration = generated["reference/configuration.md"]
+    commands, wire = generated["reference/commands.md"], generated["reference/wire.md"]
     for name in COMMANDS:
         assert f"## octopus {name}\n" in commands
         has_settings = parser_of(name).get_default("overrides") is not None
@@ -101,15 +100,31 @@ def test_generated_pages_tell_every_key_command_and_message(generated: dict[str,
     for key in ("engine.vllm.page_tokens", "batch.max_policy_lag", "limits.thread_budget"):
         assert f"`{key}`" in configuration
     assert "`admission_s` | `float \\| None` | `None` | From opening an episode" in configuration
-    wire = generated["reference/wire.md"]
     assert "| 3 | `expected_head` | `uint64` | The head the caller last saw;" in wire
     assert "| 15 | `metrics` | map of `string` to `double` | area/name -> value |" in wire
 
 
-def test_figures_are_those_of_the_files(generated: dict[str, str]) -> None:
-    page = generated["benchmarks/index.md"]
-    assert "one NVIDIA H200" in page
-    assert "| `decode_ratio_vs_plain` | - |" in page, "what was not measured is no figure"
+def test_every_option_has_a_text(generated: dict[str, str]) -> None:
+    rows = generated["reference/configuration.md"].splitlines()
+    assert not [row for row in rows if row.startswith("| `") and row.endswith("|  |")]
+
+
+def test_commands_page_tells_nothing_of_who_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTOPUS_REDIS_URL", "redis://:secret@elsewhere")
+    assert "elsewhere" not in commands_page()
+
+
+def test_figures_are_those_of_the_files(generated: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "speed_h200.json").write_text('{"fast_ms": 1.5, "slow_ms": null}')
+    (tmp_path / "speed_h200_detail.json").write_text('{"hardware": "one H200", "noise": 1}')
+    (tmp_path / "trees_cpu.json").write_text('[{"tree": "a|b", "speedup": 2.0}]')
+    page = figures_page(tmp_path)
+    for line in (
+        "- hardware: one H200", "| `fast_ms` | 1.5 |", "| `slow_ms` | - |", "| a\\|b | 2 |",
+    ):  # fmt: skip
+        assert line in page
+    for path in figure_files(DOCS / "benchmarks"):
+        assert f"({path.name})" in generated["benchmarks/index.md"]
 
 
 def test_root_pages_are_there() -> None:
