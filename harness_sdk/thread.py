@@ -19,29 +19,22 @@ from harness_sdk import _channel, _requests, _wire
 from harness_sdk._calls import Calls, Finish
 from harness_sdk._channel import Q, R
 from harness_sdk._session import Session
+from harness_sdk._turns import Messages, Tools, turn_events, turn_request
 from harness_sdk._waiting import watched
 from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import Cancelled, ProtocolError, ThreadEnded
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
-from harness_sdk.tools import Tool
 from harness_sdk.types import (
     BranchResult,
     Budget,
-    Message,
     ReadResult,
     RewindResult,
     SamplingOptions,
     ThreadStatus,
-    ToolSchema,
     Turn,
 )
 
 T = TypeVar("T")
-
-Messages = str | Message | Sequence[str | Message]
-"""What a turn appends: text stands for a user message."""
-
-Tools = Sequence[Tool | ToolSchema | Callable[..., Any]]
 
 
 class Thread:
@@ -135,7 +128,7 @@ class Thread:
             BudgetExhausted: The messages do not fit, or no turn is left.
             EngineError: The engine failed.
         """
-        request = self._turn_request(messages, tools, sampling, demonstration)
+        request = turn_request(self._session, messages, tools, sampling, demonstration)
         async with contextlib.aclosing(self._one_turn(request)) as events:
             async for event in events:
                 if isinstance(event, Turn):
@@ -161,27 +154,11 @@ class Thread:
                     if isinstance(delta, TokenDelta) and CallBegun(name="shell") in delta.events:
                         break
         """
-        request = self._turn_request(messages, tools, sampling, demonstration)
+        request = turn_request(self._session, messages, tools, sampling, demonstration)
         request.with_events = True
         async with contextlib.aclosing(self._one_turn(request)) as events:
             async for event in events:
                 yield event
-
-    def _turn_request(
-        self,
-        messages: Messages,
-        tools: Tools | None,
-        sampling: SamplingOptions | None,
-        demonstration: str | None,
-    ) -> pb.GenerateRequest:
-        return pb.GenerateRequest(
-            messages=[
-                _wire.message_to_proto(message) for message in _requests.as_messages(messages)
-            ],
-            tools_json=_requests.tools_json(tools),
-            sampling=_wire.sampling_to_proto(sampling or self._session.sampling),
-            demonstration=demonstration,
-        )
 
     async def _one_turn(
         self, request: pb.GenerateRequest
@@ -402,28 +379,12 @@ class Thread:
     async def _unary(self, method: _channel.Method[Q, R], request: Q) -> R:
         return await self._calls.unary(method, request, self._session.timeouts.call_s)
 
+    def _turn_events(self, request: pb.GenerateRequest) -> AsyncGenerator[TokenDelta | Turn, None]:
+        return turn_events(self._session, self._calls, request, self._took)
+
     async def _finish_turn(self, request: pb.GenerateRequest) -> None:
         async for _ in self._turn_events(request):
             pass
-
-    async def _turn_events(
-        self, request: pb.GenerateRequest
-    ) -> AsyncGenerator[TokenDelta | Turn, None]:
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        stream = self._calls.stream(_channel.GENERATE, request, self._session.timeouts.generate_s)
-        async with contextlib.aclosing(stream) as events:
-            async for event in events:
-                if event.HasField("turn"):
-                    turn = _wire.turn_from_proto(event.turn, token_ids, logprobs)
-                    self._took(turn, event.turn.head)
-                    yield turn
-                    return
-                delta = _wire.delta_from_proto(event.delta)
-                token_ids += delta.token_ids
-                logprobs += delta.sampled_logprobs
-                yield delta
-        raise ProtocolError("generate ended without a turn", episode_id=self.episode_id)
 
     def _forked(
         self,

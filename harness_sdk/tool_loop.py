@@ -13,8 +13,9 @@ from typing import Any
 
 from harness_sdk._primitives import POLICY_ERRORS, call_primitive
 from harness_sdk._requests import as_messages
+from harness_sdk._turns import Messages
 from harness_sdk.errors import BudgetExhausted, ConfigError, ToolError
-from harness_sdk.thread import Messages, Thread
+from harness_sdk.thread import Thread
 from harness_sdk.tools import Tool, tools_by_name
 from harness_sdk.types import Message, SamplingOptions, ThreadStatus, ToolCall, Turn
 

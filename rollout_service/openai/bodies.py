@@ -17,7 +17,7 @@ B = TypeVar("B", bound=BaseModel)
 
 _MAX_NAME_CHARS = 256
 
-# Below, logits over temperature leave float32's precision (rollout_service/sessions/turns.py).
+# Below, logits over temperature leave float32's precision (rollout_service/sessions/planning.py).
 _LEAST_TEMPERATURE = 1e-3
 
 # They say nothing about what is sampled here.

@@ -1,4 +1,4 @@
-"""All open sessions: found by name, by response or by history; ended by request or when idle."""
+"""All open sessions: begun where a request continues none, ended by request or when idle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from harness_sdk.deltas import TokenDelta
@@ -25,7 +25,8 @@ from harness_sdk.types import EpisodeResult, Limits, StopReason, ThreadStatus
 from rollout_service.background import Background
 from rollout_service.openai.ask import Ask, Placed, Reply, Said, SessionNames
 from rollout_service.openai.conversation import Conversation, Place, function_calls
-from rollout_service.openai.errors import ContextExceeded, ParameterError
+from rollout_service.openai.errors import ContextExceeded
+from rollout_service.openai.known_replies import KnownReplies
 from rollout_service.openai.messages import NO_HISTORY, digests
 from rollout_service.openai.reply_text import ReplyText, plain_content
 from rollout_service.sessions import Call, OpenRequest, Sessions
@@ -33,15 +34,6 @@ from rollout_service.sessions import Call, OpenRequest, Sessions
 logger = logging.getLogger(__name__)
 
 _MAX_SWEEP_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Response:
-    """What a response id stands for."""
-
-    conversation: Conversation
-    history: bytes
-    instructions: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +68,7 @@ class Conversations:
         self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
-        self._responses: dict[str, _Response] = {}
-        self._unnamed: dict[bytes, list[Conversation]] = {}
-        """By the history that ends with one of its replies."""
+        self._replies = KnownReplies()
         self._ending: dict[Conversation, asyncio.Task[Closed]] = {}
         self._closed: OrderedDict[str, Closed] = OrderedDict()
         self._background = Background()
@@ -174,7 +164,9 @@ class Conversations:
                     content = turn.text if has_text else plain_content(turn, ask.sampling.stop)
                     rest = text.finish(content, turn.reasoning)
                     reply = conversation.took(place, reply_id, turn, text, calls)
-                    self._remember(conversation, ask, reply_id)
+                    if self._open.get(conversation.key) is conversation:
+                        # One closed since the turn's end nobody would ever forget.
+                        self._replies.remember(conversation, ask, reply_id)
                     yield rest
                     yield reply
         except BudgetExhausted as error:
@@ -186,28 +178,13 @@ class Conversations:
                 raise Unavailable("the service is shutting down") from error
             raise
 
-    def _remember(self, conversation: Conversation, ask: Ask, reply_id: str) -> None:
-        if self._open.get(conversation.key) is not conversation:
-            # Closed between the turn's end and here: nobody would ever forget it.
-            return
-        history = conversation.replies[reply_id]
-        before = self._responses.get(ask.previous)
-        instructions = before.instructions if before is not None else ask.instructions
-        self._responses[reply_id] = _Response(
-            conversation=conversation, history=history, instructions=instructions
-        )
-        if not conversation.named:
-            known = self._unnamed.setdefault(history, [])
-            if conversation not in known:
-                known.append(conversation)
-
     async def _find(self, ask: Ask) -> tuple[Conversation, list[bytes]]:
         """The request's session, opened where there is none, and the digests of its history."""
         if ask.previous:
-            return self._continued(ask)
+            return self._replies.continued(ask)
         histories = digests(NO_HISTORY, ask.messages)
         if not ask.names.session:
-            found = self._by_history(ask, histories)
+            found = self._replies.by_history(ask, histories)
             return found or await self._begin(uuid.uuid4().hex, ask.names, named=False), histories
         key = ask.names.session
         lock = self._opening.setdefault(key, asyncio.Lock())
@@ -220,38 +197,6 @@ class Conversations:
             if conversation is None:
                 conversation = await self._begin(key, ask.names, named=True)
         return conversation, histories
-
-    def _continued(self, ask: Ask) -> tuple[Conversation, list[bytes]]:
-        response = self._responses.get(ask.previous)
-        if response is None or response.conversation.is_ending:
-            raise ParameterError(
-                "no such response in an open session",
-                param="previous_response_id",
-                value=ask.previous,
-                remedy="send the whole input; a closed session's responses are gone",
-            )
-        if ask.instructions not in (None, response.instructions):
-            raise ParameterError(
-                "the response to continue was sampled under other instructions",
-                param="instructions",
-                value=ask.instructions,
-                limit=response.instructions or "none",
-                remedy="leave them out, or send the whole input without previous_response_id",
-            )
-        return response.conversation, digests(response.history, ask.messages)
-
-    def _by_history(self, ask: Ask, histories: Sequence[bytes]) -> Conversation | None:
-        """The open conversation that said the latest of the replies in the history."""
-        answered = {message.tool_call_id for message in ask.messages if message.role == "tool"}
-        for history in reversed(histories):
-            known = [each for each in self._unnamed.get(history, ()) if not each.is_ending]
-            if known:
-                # Two may have said the same: whose calls are answered, then who waits for more.
-                return max(
-                    known,
-                    key=lambda each: (len(answered & each.calls.keys()), each.can_go_on(history)),
-                )
-        return None
 
     async def _begin(self, key: str, names: SessionNames, *, named: bool) -> Conversation:
         request = OpenRequest(
@@ -327,11 +272,4 @@ class Conversations:
     def _forget(self, conversation: Conversation) -> None:
         if self._open.get(conversation.key) is conversation:
             del self._open[conversation.key]
-        for reply_id, history in conversation.replies.items():
-            del self._responses[reply_id]
-            known = self._unnamed.get(history, [])
-            if conversation in known:
-                known.remove(conversation)
-            if not known:
-                self._unnamed.pop(history, None)
-        conversation.replies.clear()
+        self._replies.forget(conversation)

@@ -42,6 +42,7 @@ from rollout_service.sessions.options import (
     check_request,
     resolve_limits,
 )
+from rollout_service.sessions.planning import TurnRequest
 from rollout_service.sessions.reading import whole_delta
 from rollout_service.sessions.records import build_record, end_threads, stop_reason
 from rollout_service.sessions.replies import (
@@ -165,7 +166,7 @@ class Sessions:
     ) -> AsyncGenerator[TokenDelta | TurnReply, None]:
         """One model turn: deltas, then its reply. Closing the generator cancels the turn."""
         episode = self.episode(call.episode_id)
-        request = turns.TurnRequest(
+        request = TurnRequest(
             messages=tuple(messages),
             tools_json=tools_json,
             sampling=sampling or SamplingOptions(),

@@ -25,8 +25,9 @@ from harness_sdk.types import (
 )
 from rollout_service.chat.calls import ParsedReply
 from rollout_service.cursors import Cursor
+from rollout_service.sessions.planning import TurnRequest
 from rollout_service.sessions.replies import TurnReply
-from rollout_service.sessions.turns import TurnRequest, take_turn
+from rollout_service.sessions.turns import take_turn
 from tests.session_cases import CHAT, LOOK, Bench, ScriptedEngine, path_text, text, tool_call
 
 IM_END = CHAT.terminator[0]
