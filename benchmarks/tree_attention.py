@@ -125,6 +125,12 @@ def main() -> None:
         for way in ("forward", "backward"):
             row[f"{way}_of_dense"] = row[f"{way}_tflops"] / best[str(heads)][way]
         rows.append(row)
+        _write(args.out, rows)
+    for row in rows:
+        sys.stdout.write(_line(row) + "\n")
+
+
+def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
     report = {
         "command": "python -m benchmarks.tree_attention",
         "device": torch.cuda.get_device_name(),
@@ -132,10 +138,8 @@ def main() -> None:
         "cudnn": torch.backends.cudnn.version(),
         "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "tree_attention.json").write_text(json.dumps(report, indent=1) + "\n")
-    for row in rows:
-        sys.stdout.write(_line(row) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tree_attention.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _dense_rows() -> list[dict[str, Any]]:
