@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from handbook.commands import commands_page, parser_of
 from handbook.configuration import COMMAND_MODELS
@@ -19,6 +21,7 @@ DOCS = ROOT / "docs"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _PICTURE_BYTES = 20_000
+_FILES = (".py", ".json", ".jsonl", ".toml", ".md")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,32 @@ def test_pictures_are_small_and_shown() -> None:
     for picture in (DOCS / "concepts").glob("*.svg"):
         assert picture.stat().st_size < _PICTURE_BYTES, picture
         assert re.search(rf"[(/]{picture.name}\)", shown), f"{picture} is on no page"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+        yield prefix + name
+
+
+def test_flags_and_keys_that_sentences_name_exist() -> None:
+    keys = {key for model in COMMAND_MODELS.values() for key in _keys(model)}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    options = {each for name in COMMANDS for each in parser_of(name)._option_string_actions}
+    unknown = []
+    for path in pages():
+        prose = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+        for span in re.findall(r"`([^`\n]+)`", prose):
+            word = re.split(r"[ =]", span)[0]
+            key = re.sub(r"^(rollout|trainer)\.", "", word.removeprefix("--").replace("-", "_"))
+            named = word.startswith("--") or (key.partition(".")[0] in sections and "." in key)
+            # Beginnings of keys, and files, as `metrics.jsonl`.
+            other = word in options or word.endswith((".", ".*")) or Path(key).suffix in _FILES
+            if named and not other and key not in keys:
+                unknown.append(f"{path.relative_to(ROOT)}: {span}")
+    assert not unknown, "\n".join(unknown)
 
 
 def test_navigation_and_pages_are_the_same(generated: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from harness_sdk.record import EpisodeRecord, NodeKind
 from tests.path_reference import leaves, path_to
 from tests.random_records import RecordWriter, random_record
+from trainer_service.config import OBJECTIVE_NAMES
 from trainer_service.dag import pack_episodes
 from trainer_service.divergence import divergence
 from trainer_service.objectives import (
@@ -23,6 +24,10 @@ from trainer_service.strip import Strip
 ADVANTAGES = torch.tensor([0.7, -1.3, 0.4])
 Token = tuple[int, int, int]
 """(episode, record node, offset)."""
+
+
+def test_every_objective_can_be_configured() -> None:
+    assert set(OBJECTIVES) == set(OBJECTIVE_NAMES)
 
 
 def random_records(seed: int) -> list[EpisodeRecord]:
