@@ -21,6 +21,8 @@ from harness_sdk import (
 )
 
 FORBIDDEN = ("rm ", "dd ", "mkfs")
+MAX_STOPS = 8
+"""A stopped turn counts as none, so that the thread's own limit never ends them."""
 
 
 async def shell(command: str) -> str:
@@ -62,13 +64,13 @@ async def work(address: str, task: str) -> str:
         ) as episode,
     ):
         root = episode.root
-        messages = [Message(role="user", content=task)]
-        while not root.ended:
+        messages, num_stops = [Message(role="user", content=task)], 0
+        while not root.ended and num_stops < MAX_STOPS:
             turn = await watched_turn(root, messages)
             if turn is None:
                 # Nothing of the stopped turn is seen, so that the rule comes with the task.
                 rule = f"Never use {', '.join(FORBIDDEN)}."
-                messages = [*messages, Message(role="user", content=rule)]
+                messages, num_stops = [*messages, Message(role="user", content=rule)], num_stops + 1
                 continue
             messages = [await answered(root, call) for call in turn.tool_calls]
         await episode.close(reward=float(bool(root.answer)))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +28,7 @@ from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.engine.base import Engine
 from rollout_service.sessions import branching, turns
 from rollout_service.sessions.admission import Admission, OnQueued
+from rollout_service.sessions.closing import Closing
 from rollout_service.sessions.episode import Episode, Service
 from rollout_service.sessions.forecast import Forecast
 from rollout_service.sessions.guardrails import Guardrails
@@ -44,9 +43,8 @@ from rollout_service.sessions.options import (
 )
 from rollout_service.sessions.planning import TurnRequest
 from rollout_service.sessions.reading import whole_delta
-from rollout_service.sessions.records import build_record, end_threads, stop_reason
+from rollout_service.sessions.records import build_record, stop_reason
 from rollout_service.sessions.replies import (
-    CloseReply,
     DoneReply,
     ForkReply,
     Opened,
@@ -55,8 +53,6 @@ from rollout_service.sessions.replies import (
     TurnReply,
     WaitReply,
 )
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -85,7 +81,6 @@ class Sessions:
     ) -> None:
         self.options = options or SessionOptions()
         self._engine = engine
-        self._sink = sink
         self._service = Service(
             engine=engine,
             chat=chat,
@@ -96,8 +91,7 @@ class Sessions:
         self._loaded_versions = loaded_versions or (lambda: (newest_version(),))
         self._episodes: dict[str, Episode] = {}
         self._opening: dict[str, str] = {}
-        self._closing: dict[str, asyncio.Task[CloseReply]] = {}
-        self._closed: OrderedDict[str, CloseReply] = OrderedDict()
+        self._closing = Closing(self._service, sink, self._forget)
         self._began_s = time.monotonic()
         self._shut = False
         limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
@@ -262,11 +256,11 @@ class Sessions:
             raise InvalidRequest(
                 "reward is out of range", value=reward, limit="0 to 1", episode_id=episode_id
             )
-        before = self._closed.get(episode_id)
+        before = self._closing.replies.get(episode_id)
         if before is not None and idempotency_key and before.key == idempotency_key:
             return before.result
         episode = self.episode(episode_id)
-        reply = await self._close(
+        reply = await self._closing.close(
             episode,
             stop_reason(episode, error_kind),
             idempotency_key,
@@ -284,7 +278,7 @@ class Sessions:
         episode = self._episodes.get(episode_id)
         if episode is None or holder not in (None, episode.holder):
             return
-        await self._give_up(episode, StopReason.CLIENT_LOST, "the client's stream broke")
+        await self._closing.give_up(episode, StopReason.CLIENT_LOST, "the client's stream broke")
 
     async def wait_closed(self, episode_id: str) -> StopReason:
         """Suspend until the episode has closed."""
@@ -306,7 +300,7 @@ class Sessions:
         if self._failure is not None:
             reason, message = StopReason.ENGINE_ERROR, self._failure.message
         episodes = list(self._episodes.values())
-        await asyncio.gather(*(self._give_up(each, reason, message) for each in episodes))
+        await asyncio.gather(*(self._closing.give_up(each, reason, message) for each in episodes))
 
     def build_record(self, episode_id: str, *, reward: float | None = None) -> EpisodeRecord:
         """The record of an open episode as it stands."""
@@ -371,7 +365,7 @@ class Sessions:
             return episode
         if self._failure is not None:
             raise self._failure.copy()
-        before = self._closed.get(episode_id)
+        before = self._closing.replies.get(episode_id)
         raise EpisodeNotFound(
             "the episode is closed" if before is not None else "no such episode on this replica",
             value=episode_id,
@@ -418,7 +412,7 @@ class Sessions:
 
     def _reserve_id(self, episode_id: str, key: str) -> None:
         self._check_admits()
-        known = (self._episodes, self._opening, self._closed)
+        known = (self._episodes, self._opening, self._closing.replies)
         if any(episode_id in ids for ids in known):
             raise InvalidRequest(
                 "episode id was used before",
@@ -428,53 +422,9 @@ class Sessions:
             )
         self._opening[episode_id] = key
 
-    async def _close(
-        self, episode: Episode, reason: StopReason, key: str, **outcome: Any
-    ) -> CloseReply:
-        """Close once; whoever comes second waits for the first. Goes on when its caller goes."""
-        task = self._closing.get(episode.episode_id)
-        if task is None:
-            task = asyncio.create_task(self._finish(episode, reason, key, **outcome))
-            self._closing[episode.episode_id] = task
-            task.add_done_callback(lambda _: self._closing.pop(episode.episode_id, None))
-        return await asyncio.shield(task)
-
-    async def _give_up(self, episode: Episode, reason: StopReason, message: str) -> None:
-        try:
-            await self._close(episode, reason, "", error_kind="Unavailable", error_message=message)
-        except Unavailable as error:
-            logger.error("record of episode %s is not stored: %s", episode.episode_id, error)
-
-    async def _finish(
-        self, episode: Episode, reason: StopReason, key: str, **outcome: Any
-    ) -> CloseReply:
-        episode.closing = reason
-        await episode.stop_calls()
-        end_threads(episode, reason)
-        record = build_record(episode, reason, **outcome)
-        try:
-            await self._engine.release([node.cursor for node in episode.nodes])
-        except HarnessError as error:
-            # An engine that has ended holds nothing, and the episode is data all the same.
-            logger.error("episode %s gave nothing back: %s", episode.episode_id, error)
-        entry_id = await self._sink.write(record) if self._sink is not None else ""
-        reply = CloseReply(
-            result=EpisodeResult(
-                stop_reason=reason,
-                entry_id=entry_id,
-                num_nodes=len(record.nodes),
-                num_tokens=record.num_tokens,
-            ),
-            key=key,
-        )
-        self._closed[episode.episode_id] = reply
-        while len(self._closed) > self.options.max_closed:
-            self._closed.popitem(last=False)
+    def _forget(self, episode: Episode) -> None:
         del self._episodes[episode.episode_id]
         self._forecast.ended(episode.footprint())
-        self._service.metrics.add(f"episodes/{reason}")
-        episode.closed.set()
-        return reply
 
 
 async def _stream(
