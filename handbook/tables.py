@@ -13,13 +13,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """Text in one line, its bars escaped, and its angle brackets too outside of code."""
-    flat = " ".join(text.split()).replace("|", "\\|")
-    parts = re.split(r"(`[^`]*`)", flat)
-    return "".join(
-        part if part.startswith("`") else part.replace("<", "&lt;").replace("*", "\\*")
-        for part in parts
-    )
+    """Text in one line; outside of code, where they mean something, bars and brackets escaped."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else _escaped(part) for part in parts)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 def code(text: str) -> str:

@@ -128,7 +128,7 @@ def test_generated_pages_tell_every_key_command_and_message(generated: dict[str,
         assert has_settings == (name in COMMAND_MODELS)
     for key in ("engine.vllm.page_tokens", "batch.max_policy_lag", "limits.thread_budget"):
         assert f"`{key}`" in configuration
-    assert "`admission_s` | `float \\| None` | `None` | From opening an episode" in configuration
+    assert "`admission_s` | `float | None` | `None` | From opening an episode" in configuration
     assert "| 3 | `expected_head` | `uint64` | The head the caller last saw;" in wire
     assert "| 15 | `metrics` | map of `string` to `double` | area/name -> value |" in wire
 
