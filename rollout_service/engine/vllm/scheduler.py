@@ -105,16 +105,18 @@ class CursorKVCacheManager(KVCacheManager):
         self.num_foreign_blocks += self.registry.num_foreign_blocks(plan, version)
         copies = self.registry.copies
         mark = copies.mark()
-        for manager, table in zip(managers, self.registry.attach(plan), strict=True):
+        tables = self.registry.attach(plan)
+        filled = {target for _, _, target in copies.blocks[mark[0] :]}
+        for manager, table in zip(managers, tables, strict=True):
             manager.req_to_blocks[request.request_id] = table
             if isinstance(manager, MountFreeManager):
                 manager.hide(request.request_id, plan.num_mounted)
             manager.num_cached_block[request.request_id] = 0
             if manager.records_new_block_ids:
                 # Rows of a fresh page that nothing fills must not hold another run's numbers. Fresh
-                # pages come last.
+                # pages come last; one that is copied whole is filled.
                 fresh = itertools.takewhile(lambda b: b.ref_cnt == 1, reversed(table))
-                manager.new_block_ids += [block.block_id for block in fresh]
+                manager.new_block_ids += [b.block_id for b in fresh if b.block_id not in filled]
         slots = super().allocate_slots(request, num_new_tokens, plan.num_rows, *args, **kwargs)
         if slots is None:
             copies.undo(mark)
