@@ -103,6 +103,7 @@ class FootingStore:
         self._roots: dict[tuple[int, tuple[int, ...]], Entry] = {}
         self._readers: dict[int, set[Entry]] = {}
         self._evicted: set[Key] = set()
+        self._versions: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,15 +138,14 @@ class FootingStore:
 
     def residencies_of(self, cursors: Iterable[Cursor]) -> list[int]:
         """Residencies of `cursors` under every version."""
-        ids = {cursor.cursor_id for cursor in cursors}
-        entries = {entry for key, entry in self._entries.items() if key[1] in ids}
+        entries = {self._entries[key] for key in self._keys(cursors) if key in self._entries}
         return [residency for entry in entries for residency in entry.residencies()]
 
     def release(self, cursors: Iterable[Cursor]) -> list[int]:
         """Forget `cursors` under every version; returns residencies that nobody owns any more."""
-        ids = {cursor.cursor_id for cursor in cursors}
-        self._evicted = {key for key in self._evicted if key[1] not in ids}
-        return self._disown([key for key in self._entries if key[1] in ids])
+        keys = self._keys(cursors)
+        self._evicted.difference_update(keys)
+        return self._disown(keys)
 
     def hand_over(self, turn: Cursor, shorter: Cursor) -> list[int]:
         """Hold for `shorter`, which lacks the turn's last token, what trails the turn by it.
@@ -154,7 +154,8 @@ class FootingStore:
             Residencies that cover the last token too: they cannot be cut.
         """
         superfluous: list[int] = []
-        for key in [key for key in self._entries if key[1] == turn.cursor_id]:
+        keys = self._keys([turn])
+        for key in [key for key in keys if key in self._entries]:
             entry = self._entries[key]
             trailing = entry.trailing
             superfluous += self._disown([key])
@@ -163,13 +164,14 @@ class FootingStore:
                 superfluous += self.put(key[0], shorter, trailing, complete=True)
             else:
                 self._evicted.add((key[0], shorter.cursor_id))
-        for key in [key for key in self._evicted if key[1] == turn.cursor_id]:
+        for key in self._evicted.intersection(keys):
             self._evicted.discard(key)
             self._evicted.add((key[0], shorter.cursor_id))
         return superfluous
 
     def drop_version(self, version: int) -> list[int]:
         """Forget everything of `version`; returns its residencies."""
+        self._versions.discard(version)
         self._evicted = {key for key in self._evicted if key[0] != version}
         return self._disown([key for key in self._entries if key[0] == version])
 
@@ -204,7 +206,12 @@ class FootingStore:
                 self._own(entry, version, cursor)
         return entry
 
+    def _keys(self, cursors: Iterable[Cursor]) -> list[Key]:
+        """Keys of `cursors` under every version; there are few versions and many cursors."""
+        return [(version, cursor.cursor_id) for cursor in cursors for version in self._versions]
+
     def _own(self, entry: Entry, version: int, cursor: Cursor) -> None:
+        self._versions.add(version)
         key = (version, cursor.cursor_id)
         self._evicted.discard(key)
         entry.owners.add(key)
