@@ -200,6 +200,7 @@ class _Loop:
         with _timed(values, "seconds/drain"), self._no_grants():
             while not self._stop.is_set() and await self._num_in_flight():
                 await self._unless_stopped(self._feed.gather())
+        self._num_dropped_groups = self._feed.num_dropped_groups
 
     async def _num_in_flight(self) -> int:
         """Groups that were begun and are neither whole here nor dropped."""
@@ -292,7 +293,9 @@ class _Loop:
             return
         granted, taken = await permits(self._link, self._config.run)
         here = self._run.progress.num_groups + self._num_dropped_groups + num_waiting
-        if taken >= granted and taken > here and isinstance(self._feed, StreamFeed):
+        # A runner that may start more is alive; while none may, nobody shows it.
+        silent = taken >= granted or self._draining
+        if silent and taken > here and isinstance(self._feed, StreamFeed):
             log.warning("%d groups were begun and sent nothing; their permits return", taken - here)
             self._feed.drop_lost(taken - here)
 

@@ -270,6 +270,26 @@ async def test_version_waits_for_the_episodes_that_run_where_they_shall_not_cros
     assert (await permits(world.link, RUN))[0] == 3
 
 
+async def test_version_waits_no_longer_than_the_deadline_for_a_group_that_died(
+    world: _World,
+) -> None:
+    batch = {"group_deadline_s": 1.0}
+    config = world.config(max_steps=1, max_policy_lag=2, batch=batch, publish={"in_flight": "wait"})
+    async with (
+        redis_permits(world.common["redis"]["url"], RUN) as limit,
+        asyncio.timeout(60),
+    ):
+        training = asyncio.create_task(loop.train(config, asyncio.Event()))
+        # Of three permits one group is taken and never begun.
+        for _ in range(2):
+            await limit.take()
+        await _close(await _open(world, "first", ("keep", "keep")))
+        await training
+    assert [service.adapters.newest() for service in world.services] == [1, 1]
+    # Three steps' worth beyond the group that was used and the one that was lost.
+    assert await permits(world.link, RUN) == (1 + 1 + 3, 2)
+
+
 async def test_old_tokens_are_weighed_where_staleness_is_corrected(world: _World) -> None:
     config = world.config(
         max_steps=2,
