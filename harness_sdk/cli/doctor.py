@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
@@ -276,6 +276,7 @@ def check_model(folder: Path) -> Iterator[Check]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         yield Check(name="model", level="ok", text=f"{config.model_type} in {folder}")
+        yield _training(config.get_text_config())
     except (OSError, ValueError) as error:
         yield Check(
             name="model", level="fail", text=str(error).splitlines()[0],
@@ -297,6 +298,17 @@ def check_model(folder: Path) -> Iterator[Check]:
         yield Check(name="template", level="ok", text=f"append-only, mode {shape.mode}")
     except ConfigError as error:
         yield Check(name="template", level="fail", text=str(error), remedy=error.remedy)
+
+
+def _training(config: Any) -> Check:
+    """Whether the trainer knows how this architecture computes a packed tree."""
+    from trainer_service.models import model_hooks
+
+    try:
+        targets = ", ".join(model_hooks(config).lora_targets)
+    except ConfigError as error:
+        return Check(name="training", level="warn", text=str(error), remedy=error.remedy)
+    return Check(name="training", level="ok", text=f"LoRA on {targets}")
 
 
 def _unreachable(name: str, error: HarnessError) -> Check:

@@ -74,12 +74,20 @@ def test_doctor_fails_what_cannot_be_reached(capsys: pytest.CaptureFixture[str])
     assert f"warn   port {busy}: Address already in use" in shown
 
 
+def test_doctor_says_that_a_model_cannot_be_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    found = _levels("--model", str(tmp_path))["training"]
+    assert (found.level, "gpt2" in found.text) == ("warn", True)
+
+
 def test_doctor_looks_into_the_model_folder(tmp_path: Path) -> None:
     missing = _levels("--model", str(tmp_path))["model"]
     assert (missing.level, "config.json" in missing.text) == ("fail", True)
     found = _levels("--model", str(save_tiny_model(tmp_path, "llama")))
     assert found["model"].level == "ok"
     assert "llama" in found["model"].text
+    assert found["training"].level == "ok"
+    assert "q_proj" in found["training"].text
     assert "weights" not in found
     assert found["tokenizer"].level == "fail"
     assert "tokenizer.json" in found["tokenizer"].remedy

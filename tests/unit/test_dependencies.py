@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 CONTRACTS = (
     "harness_sdk.rpc",
     "harness_sdk.types",
+    "harness_sdk.deltas",
     "harness_sdk.errors",
     "harness_sdk.record",
     "harness_sdk.records_file",
