@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.attention_cases import (
     CASES,
@@ -60,6 +61,18 @@ def test_fast_libraries_pass_their_self_test() -> None:
             assert batch_library(device, torch.bfloat16, *heads, dim) is Flash
         if major == 9:
             assert lone_library(device, torch.bfloat16, *heads, dim) is Cudnn
+
+
+def test_the_first_call_may_be_in_a_checkpointed_layer() -> None:
+    batch_library.cache_clear()
+    lone_library.cache_clear()
+    case = wide("random_200", 64)
+    leaves = inputs_of(case, "cuda", torch.bfloat16)
+    out = checkpoint(product(case), *leaves.values(), use_reentrant=False)
+    assert isinstance(out, torch.Tensor)
+    found = outputs_and_gradients(out, leaves)
+    wanted = outputs_and_gradients(product(case)(*leaves.values()), leaves)
+    assert max(relative_rms(found[name], wanted[name]) for name in wanted) <= 1e-3
 
 
 @contextmanager
