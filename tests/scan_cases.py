@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -244,17 +244,15 @@ def errors_of(
     }
 
 
-def unrepeated(operator: Operator, device: str, dtype: torch.dtype) -> list[str]:
+def unrepeated(operator: Operator, case: ScanCase, device: str, dtype: torch.dtype) -> list[str]:
     """Tensors that a second run gives other bits."""
-    case = CASES["star"]
     leaves = inputs_of(operator, case, device, dtype)
     found, again = run_triton(operator, case, leaves), run_triton(operator, case, leaves)
     return [name for name in found if not torch.equal(found[name], again[name])]
 
 
-def changed_nodes(operator: Operator, device: str, dtype: torch.dtype) -> list[int]:
+def changed_nodes(operator: Operator, case: ScanCase, device: str, dtype: torch.dtype) -> list[int]:
     """Nodes whose outputs change when one branch of a tree does, by bits."""
-    case = CASES["lengths"]
     leaves = inputs_of(operator, case, device, dtype)
     before = forward(operator, case, leaves)[0]
     starts = case.tree.layout.cu_seqlens
@@ -265,9 +263,10 @@ def changed_nodes(operator: Operator, device: str, dtype: torch.dtype) -> list[i
     return [n for n, (a, b) in enumerate(pairs) if not torch.equal(before[a:b], after[a:b])]
 
 
-def branch_errors(operator: Operator, device: str, dtype: torch.dtype) -> list[float]:
+def branch_errors(
+    operator: Operator, case: ScanCase, device: str, dtype: torch.dtype
+) -> list[float]:
     """Errors of a tree's outputs against each of its paths alone."""
-    case = CASES["star"]
     leaves = inputs_of(operator, case, device, dtype)
     out = forward(operator, case, leaves)[0]
     paths = {path[-1]: path for path in case.tree.row_paths()}
@@ -279,7 +278,7 @@ def branch_errors(operator: Operator, device: str, dtype: torch.dtype) -> list[f
             name: (each.detach()[rows] if len(each) == len(out) else each.detach()).requires_grad_()
             for name, each in leaves.items()
         }
-        branch = ScanCase(tree=_tree([-1], [len(rows)]))
+        branch = replace(case, tree=_tree([-1], [len(rows)]))
         errors.append(relative_rms(out[rows], forward(operator, branch, alone)[0]))
     return errors
 
@@ -301,9 +300,9 @@ def _report(operator: Operator, cases: dict[str, ScanCase]) -> dict[str, object]
     return {
         "errors": errors,
         "seconds": seconds,
-        "unrepeated": unrepeated(operator, *exact),
-        "changed_nodes": changed_nodes(operator, *exact),
-        "branches": branch_errors(operator, *exact),
+        "unrepeated": unrepeated(operator, CASES["star"], *exact),
+        "changed_nodes": changed_nodes(operator, CASES["lengths"], *exact),
+        "branches": branch_errors(operator, CASES["star"], *exact),
         "works": operator.works(torch.device("cpu"), torch.float32, 1, 2, 12, 20),
     }
 

@@ -31,7 +31,7 @@ def chain_scan(
     Raises:
         ValueError: A chunk size or key dimension that the kernels don't know.
     """
-    block_t = checked_block_t(chunk_size, key, value.dtype)
+    block_t = checked_block_t(chunk_size, key, value, value.device)
     chains = layout.chains(block_t, end_nodes)
     with torch.cuda.device_of(value):
         return _ChainScan.apply(query, key, value, log_decay, beta, initial_states, chains, block_t)

@@ -35,7 +35,7 @@ def chain_ssd(
     Raises:
         ValueError: A chunk size or state dimension that the kernels don't know.
     """
-    block_t = checked_block_t(chunk_size, b, x.dtype)
+    block_t = checked_block_t(chunk_size, b, x, x.device)
     chains = layout.chains(block_t, end_nodes)
     with torch.cuda.device_of(x):
         return _ChainSsd.apply(x, dt, a, b, c, d, initial_states, chains, block_t)
