@@ -77,7 +77,9 @@ async def test_two_processes_equal_one_through_a_death_and_other_numbers_of_them
     tmp_path: Path, model: Path, redis_url: str
 ) -> None:
     alone = _config(tmp_path, model, "alone", redis_url)
-    assert await run_trainer(alone) == 0
+    for step in range(1, NUM_STEPS + 1):
+        # Started anew as often: checkpoints hold adapters in float32.
+        assert await run_trainer(alone.model_copy(update={"max_steps": step})) == 0
     together = _config(tmp_path, model, "together", redis_url)
     code, output = await run_ranks(together, 2, dies=(1, 2))
     assert code != 0
@@ -95,7 +97,7 @@ async def test_two_processes_equal_one_through_a_death_and_other_numbers_of_them
             "loss/total", "optim/grad_norm", "tokens/packed", "tokens/flat", "tokens/actions",
             "divergence/kl_mean", "divergence/kl_max", "objective/reference_kl",
         ):  # fmt: skip
-            assert b[name] == pytest.approx(a[name], rel=1e-6, abs=1e-12), name
+            assert b[name] == pytest.approx(a[name], rel=1e-8, abs=1e-15), name
     wanted, found = _adapter(alone), _adapter(together)
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():
