@@ -2,7 +2,7 @@
 
 python -m benchmarks.tree_attention --out FOLDER
 Forward and backward in bfloat16, in TF/s of the pairs that rows see: 4 FLOPs a pair, head and
-dimension forward, 10 backward. Writes tree_attention.json and prints a table last.
+dimension forward, 10 backward. Writes tree_attention.json and its details, and prints a table last.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ REPEATS = 3
 VISIBLE = 16_384
 """Rows that the last row of a leaf sees."""
 TOKENS = 65_536
+_WAYS = ("forward", "backward")
+_OF = ("tflops", "of_dense")
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 
 
@@ -100,7 +102,7 @@ def shapes() -> dict[str, tuple[TreeLayout, Heads]]:
 def main() -> None:
     """Measure dense attention, then every tree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for tree_attention.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the figures")
     parser.add_argument("--seconds", type=float, default=50, help="start no shape after this long")
     parser.add_argument("--dense", action="store_true", help="print the rows of dense attention")
     args = parser.parse_args()
@@ -114,7 +116,7 @@ def main() -> None:
     best = {
         str(heads): {
             way: max(row[f"{way}_tflops"] or 0 for row in rows if row["heads"] == str(heads))
-            for way in ("forward", "backward")
+            for way in _WAYS
         }
         for heads in (QWEN, SMALL)
     }
@@ -122,7 +124,7 @@ def main() -> None:
         if time.monotonic() - begin > args.seconds:
             break
         row = tree(name, layout, heads)
-        for way in ("forward", "backward"):
+        for way in _WAYS:
             row[f"{way}_of_dense"] = row[f"{way}_tflops"] / best[str(heads)][way]
         rows.append(row)
         _write(args.out, rows)
@@ -131,15 +133,18 @@ def main() -> None:
 
 
 def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    report = {
-        "command": "python -m benchmarks.tree_attention",
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
+    """Figures, and beside them how they were measured."""
+    names = ("shape", "heads", "tokens", *(f"{way}_{of}" for way in _WAYS for of in _OF))
+    figures = [{name: row.get(name) for name in names} for row in rows]
+    details = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()},
+        "command": "python -m benchmarks.tree_attention --out FOLDER",
         "rows": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tree_attention.json").write_text(json.dumps(report, indent=1) + "\n")
+    for name, report in (("tree_attention", figures), ("tree_attention_detail", details)):
+        (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _dense_rows() -> list[dict[str, Any]]:
@@ -241,7 +246,7 @@ def _rates(measured: tuple[float, float, float], pairs: int, heads: Heads) -> di
 def _line(row: dict[str, Any]) -> str:
     if row["forward_tflops"] is None:
         return f"{row['shape']:28} {row['heads']:20} {row['error']}"
-    ratios = [row.get(f"{way}_of_dense") for way in ("forward", "backward")]
+    ratios = [row.get(f"{way}_of_dense") for way in _WAYS]
     told = "  ".join("" if ratio is None else f"{ratio:5.0%}" for ratio in ratios)
     return (
         f"{row['shape']:28} {row['heads']:20} first {row['first_ms']:6.0f} ms  "

@@ -7,6 +7,7 @@ takes both, of all keys that a row sees, and gives the call's share of the three
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,10 @@ from tree_kernels.attention.calls import Call
 Forward = tuple[torch.Tensor, torch.Tensor, Any]
 """Output, log-sum-exp, and what the library's backward wants of its forward."""
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+# Said once a process by PyTorch; what it warns of, `self_test.py` tries.
+warnings.filterwarnings("ignore", message="TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 is currently")
 
 
 class Library(Protocol):
