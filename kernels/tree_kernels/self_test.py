@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,9 +26,6 @@ def kernels_agree(
 ) -> bool:
     """Whether `ours` runs and is as near to `wanted` as `dtype` asks; if not, a warning says why.
 
-    Both run in a thread of their own: a checkpointed layer, in which kernels may be wanted first,
-    must not count what they save for their backward as its own.
-
     Args:
         what: The operator, as the warning names it.
         where: Device, type and sizes, as the warning names them.
@@ -38,8 +34,7 @@ def kernels_agree(
         wanted: Computes the same in PyTorch.
     """
     try:
-        with ThreadPoolExecutor(1) as apart:
-            error, name = apart.submit(lambda: _worst_error(ours(), wanted())).result()
+        error, name = _worst_error(ours(), wanted())
     except Exception as raised:
         # Whatever a compiler or driver raises, training goes on without the kernels.
         logger.warning(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from tests.tree_cases import relative_rms
 from tree_kernels.chain_scan import checked_block_t
@@ -18,7 +16,6 @@ from tree_kernels.gated_delta_rule.function import chain_scan
 from tree_kernels.gated_delta_rule.naive import naive_tree_gated_delta_rule
 from tree_kernels.gated_delta_rule.self_test import kernels_work
 from tree_kernels.layout import TreeLayout
-from tree_kernels.self_test import kernels_agree, with_gradients
 
 TREE = TreeLayout.build([-1, 0, 1, 2, 0], [3, 5, 20, 2, 4])
 
@@ -187,21 +184,3 @@ def test_heads_that_no_gpu_has_run_are_refused_there(key_dim: int, value_dim: in
     with pytest.raises(ValueError, match=f"heads of {key_dim} by {value_dim}; allowed on a GPU"):
         checked_block_t(None, key, value, torch.device("cuda"))
     assert checked_block_t(None, key, value, torch.device("cpu")) == 32
-
-
-def test_a_self_test_inside_a_checkpointed_layer_leaves_it_alone() -> None:
-    """The layer's forward runs the self-test, its recomputation finds it done."""
-    done: list[bool] = []
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        if not done:
-            run = partial(with_gradients, torch.sin, {"input": torch.ones(3)})
-            done.append(kernels_agree("sine", "cpu", torch.float32, run, run))
-        return x.sin() * x
-
-    x = torch.randn(4, requires_grad=True)
-    out = checkpoint(layer, x, use_reentrant=False)
-    assert isinstance(out, torch.Tensor)
-    out.sum().backward()
-    assert done == [True]
-    assert x.grad is not None
