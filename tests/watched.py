@@ -1,15 +1,17 @@
-"""A run to watch: real Valkey and broker, what the trainer and replicas would have sent to them."""
+"""A run to watch: real Valkey and broker, what trainer and replicas would send; and a watcher."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import aiomqtt
 import redis.asyncio
 
@@ -81,3 +83,58 @@ ANNOUNCEMENT = PolicyAnnouncement(
 def renamed(record: EpisodeRecord, number: int, **fields: Any) -> EpisodeRecord:
     """`record` as another episode."""
     return replace(record, episode_id=f"ep-{number}", **fields)
+
+
+class Watcher:
+    """What a page would know: the events of one connection, merged."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.panes: dict[str, Any] = {}
+        self.episodes: dict[str, list[str]] = {}
+        self.events: list[dict[str, Any]] = []
+
+    async def until(self, holds: Callable[[Watcher], Any], timeout_s: float = 15.0) -> Any:
+        """Take events until `holds`; returns what it returned."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (found := "tiles" in self.panes and holds(self)):
+                    await self._next()
+        except TimeoutError:
+            raise AssertionError(f"never so: {json.dumps(self.panes)[:3000]}") from None
+        return found
+
+    def tile(self, name: str) -> str:
+        """The text of a figure at the head."""
+        return dict(self.panes["tiles"])[name]
+
+    def source(self, name: str) -> str:
+        """State of a source."""
+        return next(each["state"] for each in self.panes["sources"] if each["name"] == name)
+
+    def table(self, name: str, columns: tuple[str, ...]) -> list[dict[str, str]]:
+        """A pane's rows by column."""
+        return [dict(zip(columns, row["cells"], strict=True)) for row in self.panes[name]]
+
+    async def _next(self) -> None:
+        line = b""
+        while not line.startswith(b"data: "):
+            line = await self._response.content.readline()
+            assert line, "the stream ended"
+        news = json.loads(line[6:])
+        self.events.append(dict(news))
+        for row in news.pop("episodes", ()):
+            self.episodes[row["key"]] = row["cells"]
+        self.panes |= news
+
+
+@contextlib.asynccontextmanager
+async def watcher(url: str) -> AsyncIterator[Watcher]:
+    """A page's connection to the live page's server at `url`."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (
+        aiohttp.ClientSession(read_bufsize=2**24, timeout=timeout) as session,
+        session.get(f"{url}events") as response,
+    ):
+        assert response.status == 200
+        yield Watcher(response)

@@ -99,6 +99,7 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
     from harness_sdk.cli.models import resolve_model, rollout_for_model
     from harness_sdk.cli.stack import LocalStack, trainer_settings
     from harness_sdk.cli.stack_config import StackConfig
+    from harness_sdk.cli.watch.beside import page_beside
     from trainer_service.config import TrainerConfig
 
     stack_config = StackConfig(
@@ -115,7 +116,13 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
     per_step = trainer.batch.groups_per_step
     stack = LocalStack(stack_config)
     try:
-        async with stack, asyncio.TaskGroup() as tasks:
+        async with (
+            stack,
+            page_beside(stack_config, stack) as page,
+            asyncio.TaskGroup() as tasks,
+        ):
+            sys.stdout.write(f"page     {page}\n")
+            sys.stdout.flush()
             supervising = tasks.create_task(stack.supervise())
             yield _Services(
                 addresses=(stack.address,),

@@ -30,7 +30,7 @@ class StackConfig(BaseModel):
     openai_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the rollout service's OpenAI-compatible endpoint; unset serves none."""
     page_port: int | None = Field(default=0, ge=0, le=65535)
-    """Port of the live page of `octopus up`; 0 takes a free one, `none` serves no page."""
+    """Port of the live page; 0 takes a free one, `none` serves no page."""
     with_rollout: bool = True
     """Start the rollout service."""
     with_trainer: bool = True

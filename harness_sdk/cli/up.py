@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from harness_sdk.cli.models import resolve_model, rollout_for_model
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config, render_toml
 from harness_sdk.cli.stack import LocalStack, rollout_settings, trainer_settings
+from harness_sdk.cli.watch.beside import page_beside
 from harness_sdk.control import masked_url
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ async def _up(config: StackConfig) -> int:
 
 async def _serve(config: StackConfig) -> None:
     openai_port = config.openai_port
-    async with LocalStack(config) as stack, _page(config, stack) as page:
+    async with LocalStack(config) as stack, page_beside(config, stack) as page:
         lines = [
             f"redis    {masked_url(stack.redis_url)}",
             f"mqtt     {masked_url(stack.mqtt_url)}",
@@ -80,23 +80,3 @@ async def _serve(config: StackConfig) -> None:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
         await stack.supervise()
-
-
-@contextlib.asynccontextmanager
-async def _page(config: StackConfig, stack: LocalStack) -> AsyncIterator[str]:
-    """The live page; yields its address, nothing where none is asked for."""
-    if config.page_port is None:
-        yield ""
-        return
-    from harness_sdk.cli.watch.server import watching
-
-    tokenizer = config.model / "tokenizer.json"
-    async with watching(
-        config.run,
-        redis_url=stack.redis_url,
-        mqtt_url=stack.mqtt_url,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        port=config.page_port,
-        token=config.token.get_secret_value() if config.token is not None else None,
-    ) as url:
-        yield url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import redis.asyncio
 
@@ -202,6 +204,9 @@ async def test_killed_up_command_leaves_no_process_behind(model: Path, tmp_path:
             while "Ctrl-C stops everything" not in log.read_text():
                 assert process.returncode is None, log.read_text()
                 await asyncio.sleep(0.1)
+        (page,) = re.findall(r"^page +(\S+)$", log.read_text(), re.MULTILINE)
+        async with aiohttp.ClientSession() as session, session.get(page) as response:
+            assert "<h1>Run up</h1>" in await response.text()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 2, "Valkey and rollout"
         process.send_signal(ending)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness_sdk.cli.step_columns import step_cells
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import save_tiny_model
+from tests.watched import watcher
+from trainer_service.metrics import read_metrics
 
 AGENT = """
 from harness_sdk import Limits, SamplingOptions, Thread
@@ -55,8 +58,18 @@ async def test_one_command_trains_an_agent_into_two_served_versions(tmp_path: Pa
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    assert process.stdout is not None
+    named, url = (await process.stdout.readline()).split()
+    assert named == b"page"
+    async with watcher(url.decode()) as page:
+        await page.until(lambda p: p.panes["steps"] and p.tile("KV use") != "-", timeout_s=60)
+        await page.until(lambda p: len(p.episodes) >= 2)
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()[-4000:]
     assert out.count(b"group ") == 2
     assert b"failed    none" in out
     assert b"versions  0, 1, 2 served now" in out
+    first = read_metrics(tmp_path / "runs" / "local" / "metrics.jsonl")[0]
+    assert page.panes["steps"][-1]["cells"] == ["dag_grpo", *step_cells(first)]
+    assert f"{first['reward/mean']:.3f}" == page.panes["steps"][-1]["cells"][3]
+    assert page.panes["groups"][-1]["cells"][3] == f"{first['reward/mean']:.3f}"

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -26,68 +26,15 @@ from harness_sdk.cli.watch.board import Board
 from harness_sdk.cli.watch.episodes import Episodes, read_entry
 from harness_sdk.cli.watch.panes import EPISODE_COLUMNS, GROUP_COLUMNS, REPLICA_COLUMNS
 from harness_sdk.cli.watch.server import watching
+from harness_sdk.cli.watch.texts import MAX_TOKENS, Texts
 from harness_sdk.control import ReplicaState
-from harness_sdk.errors import ConfigError, EpisodeNotFound
+from harness_sdk.errors import ConfigError, EpisodeNotFound, InvalidRequest
 from harness_sdk.record import BYTES_HASH, record_to_bytes
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from tests.branching import branching_record
 from tests.records import small_record
 from tests.unit.scripted_server import ScriptedServer, serving
-from tests.watched import ANNOUNCEMENT, RUN, WatchedRun, renamed, watched_run
-
-
-class Watcher:
-    """What a page would know: the events of one connection, merged."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.panes: dict[str, Any] = {}
-        self.episodes: dict[str, list[str]] = {}
-        self.events: list[dict[str, Any]] = []
-
-    async def until(self, holds: Callable[[Watcher], Any], timeout_s: float = 15.0) -> Any:
-        """Take events until `holds`; returns what it returned."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not (found := "tiles" in self.panes and holds(self)):
-                    await self._next()
-        except TimeoutError:
-            raise AssertionError(f"never so: {json.dumps(self.panes)[:3000]}") from None
-        return found
-
-    def tile(self, name: str) -> str:
-        """The text of a figure at the head."""
-        return dict(self.panes["tiles"])[name]
-
-    def source(self, name: str) -> str:
-        """State of a source."""
-        return next(each["state"] for each in self.panes["sources"] if each["name"] == name)
-
-    def table(self, name: str, columns: tuple[str, ...]) -> list[dict[str, str]]:
-        """A pane's rows by column."""
-        return [dict(zip(columns, row["cells"], strict=True)) for row in self.panes[name]]
-
-    async def _next(self) -> None:
-        line = b""
-        while not line.startswith(b"data: "):
-            line = await self._response.content.readline()
-            assert line, "the stream ended"
-        news = json.loads(line[6:])
-        self.events.append(news)
-        for row in news.pop("episodes", ()):
-            self.episodes[row["key"]] = row["cells"]
-        self.panes |= news
-
-
-@contextlib.asynccontextmanager
-async def watcher(url: str) -> AsyncIterator[Watcher]:
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with (
-        aiohttp.ClientSession(read_bufsize=2**24, timeout=timeout) as session,
-        session.get(f"{url}events") as response,
-    ):
-        assert response.status == 200
-        yield Watcher(response)
+from tests.watched import ANNOUNCEMENT, RUN, WatchedRun, renamed, watched_run, watcher
 
 
 async def get(url: str, **headers: str) -> tuple[int, Any, Any]:
@@ -105,15 +52,19 @@ async def run(tmp_path: Path) -> AsyncIterator[WatchedRun]:
 
 
 @contextlib.asynccontextmanager
-async def watched(run: WatchedRun, **options: Any) -> AsyncIterator[str]:
-    async with watching(RUN, redis_url=run.valkey.url, mqtt_url=run.mqtt_url, **options) as url:
+async def watched(
+    run: WatchedRun, *, mqtt_url: str | None = None, **options: Any
+) -> AsyncIterator[str]:
+    # amqtt never closes a connection that went before its greeting: only who waits for the
+    # broker's news connects to it.
+    async with watching(RUN, redis_url=run.valkey.url, mqtt_url=mqtt_url, **options) as url:
         yield url
 
 
 FIGURES = {
     "reward/mean": 0.6251, "divergence/kl_mean": 1.26e-7, "divergence/dlogp_max": 2.5e-4,
     "policy/lag_max": 2.0, "policy/version": 7.0, "tokens/packed": 12_345.0,
-    "tokens/flat": 23_456.0, "tokens/per_s": 987.6, "seconds/step": 1.25, "dropped/total": 3.0,
+    "tokens/flat": 23_456.0, "tokens/per_s": 12_344.6, "seconds/step": 1.25, "dropped/total": 3.0,
 }  # fmt: skip
 
 
@@ -137,7 +88,11 @@ async def test_figures_equal_what_the_sources_say(run: WatchedRun) -> None:
     await run.add_step(1, **FIGURES | {"reward/mean": 0.5})
     await run.add_step(2, **FIGURES)
     await run.set_permits(granted=12, taken=9, group_size=4)
-    async with serving(SpeakingServer()) as address, watched(run) as url, watcher(url) as page:
+    async with (
+        serving(SpeakingServer()) as address,
+        watched(run, mqtt_url=run.mqtt_url) as url,
+        watcher(url) as page,
+    ):
         await run.retain(ANNOUNCEMENT)
         state = ReplicaState(
             replica_id="a", alive=True, address=address, versions=(0, 6, 7), waiting_version=8,
@@ -159,7 +114,7 @@ async def test_figures_equal_what_the_sources_say(run: WatchedRun) -> None:
         "step": "2",
         "announced version": "7",
         "KV use": "25.0%",
-        "trained tokens/s": "988",
+        "trained tokens/s": "12,345",
         "packed / flat": "12,345 / 23,456",
         "groups begun / permitted": "9 / 12",
         "episodes waiting": "4",
@@ -168,11 +123,11 @@ async def test_figures_equal_what_the_sources_say(run: WatchedRun) -> None:
     }
     newest, oldest = page.panes["steps"]
     assert newest["cells"] == [
-        "dag_grpo", "2", "7", "0.625", "1.3e-07", "2.5e-04", "2", "12,345", "23,456", "988", "3",
+        "dag_grpo", "2", "7", "0.625", "1.3e-07", "2.5e-04", "2", "12,345", "23,456", "12,345", "3",
         "1.25",
     ]  # fmt: skip
     assert oldest["cells"][3] == "0.500"
-    assert [curve["last"] for curve in page.panes["curves"]] == ["0.625", "1.26e-07", "2", "988"]
+    assert [curve["last"] for curve in page.panes["curves"]] == ["0.625", "1.26e-07", "2", "12,345"]
     groups = page.table("groups", GROUP_COLUMNS)
     assert [(g["group"], g["episodes"], g["unscored"]) for g in groups] == [
         ("g1", "2", "1"), ("g0", "2", "0"),
@@ -250,6 +205,14 @@ async def test_tokens_are_those_of_the_record(run: WatchedRun) -> None:
             assert (await get(f"{url}episodes/{entry}/{wrong}"))[0] == 404
         assert (await get(f"{url}episodes/{entry}/nodes/0?begin=-1&end=2"))[0] == 400
         assert (await get(f"{url}episodes/1-1"))[0] == 404
+
+
+def test_one_answer_takes_so_many_tokens() -> None:
+    record = small_record("long", token_ids=tuple(range(MAX_TOKENS + 1)))
+    texts = Texts(None)
+    assert len(texts.tokens("1-0", record, 0, 1, MAX_TOKENS + 1)["ids"]) == MAX_TOKENS
+    with pytest.raises(InvalidRequest, match=f"{MAX_TOKENS} at once"):
+        texts.tokens("1-0", record, 0, 0, MAX_TOKENS + 1)
 
 
 def test_only_the_newest_are_kept_and_their_records_as_far_as_they_fit() -> None:
@@ -387,7 +350,7 @@ async def test_command_starts_at_once_and_leaves_nothing_behind(run: WatchedRun)
     url = (await process.stdout.readline()).decode().split()[1]
     print(f"page after {time.monotonic() - begin:.2f} s")
     async with watcher(url) as page:
-        await page.until(lambda p: p.source("Redis") == "connected")
+        await page.until(lambda p: p.source("Redis") == p.source("MQTT broker") == "connected")
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(10):
             out, err = await process.communicate()

@@ -33,7 +33,7 @@ _CURVES = (
     ("Largest policy lag, versions", "policy/lag_max"),
     ("Trained tokens per second", "tokens/per_s"),
 )
-# A KL of 0 stands at the foot of an axis that ends here at least: what float32 may show.
+# What float32 may show: the axis ends here at least.
 _KL_TOP = 1e-8
 
 Row = dict[str, Any]
@@ -185,13 +185,14 @@ def curves(board: Board) -> list[dict[str, str]]:
             continue
         numbers, values = zip(*points, strict=True)
         drawn = curve(values, _axis(values, key), name=name, steps=numbers)
-        shown.append({"name": name, "last": f"{values[-1]:.3g}", "svg": drawn})
+        last = f"{values[-1]:,.0f}" if values[-1] >= 1000 else f"{values[-1]:.3g}"
+        shown.append({"name": name, "last": last, "svg": drawn})
     return shown
 
 
 def _axis(values: Sequence[float], key: str) -> Axis:
     if key == _KL:
-        return log_axis(values, _KL_TOP)
+        return log_axis(values, _KL_TOP) if any(values) else linear_axis(0, _KL_TOP, 4)
     if key == _REWARD:
         return linear_axis(0, 1, 4)
     highest = max(*values, 1.0)
