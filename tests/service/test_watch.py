@@ -309,7 +309,8 @@ async def test_too_many_pages_are_told_so(run: WatchedRun, monkeypatch: pytest.M
     async with watched(run) as url:
         async with watcher(url) as page:
             await page.until(lambda p: p.panes)
-            assert (await get(f"{url}events"))[0] == 503
+            async with asyncio.timeout(10):
+                assert await _events_status(url) == 503
         async with asyncio.timeout(10):
             while (status := await _events_status(url)) == 503:
                 await asyncio.sleep(0.05)
