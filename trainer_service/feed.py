@@ -152,10 +152,7 @@ class StreamFeed:
 
     async def next(self, version: int, stopped: Callable[[], bool]) -> Batch | None:
         """Read until a batch is whole; see `Feed`."""
-        self._busy_at = time.monotonic()
-        # A step may outlast a deadline: what came meanwhile is in time.
-        while self._collector.overdue(time.monotonic()) and await self._read(block_s=0.0):
-            pass
+        await self.catch_up()
         while not stopped():
             self._collector.expire(time.monotonic())
             groups = self._collector.take(self._num_groups, version)
@@ -166,6 +163,13 @@ class StreamFeed:
             await self._on_wait()
             await self._read(block_s=READ_BLOCK_S)
         return None
+
+    async def catch_up(self) -> None:
+        """After a step, which may outlast every deadline: what came meanwhile is in time, and
+        silence begins now."""
+        self._busy_at = time.monotonic()
+        while self._collector.overdue(time.monotonic()) and await self._read(block_s=0.0):
+            pass
 
     async def gather(self) -> None:
         """Take in what comes within a moment, for no step yet."""

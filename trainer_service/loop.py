@@ -198,6 +198,7 @@ class _Loop:
             return
         assert isinstance(self._feed, StreamFeed) and self._link is not None
         with _timed(values, "seconds/drain"), self._no_grants():
+            await self._unless_stopped(self._feed.catch_up())
             while not self._stop.is_set() and await self._num_in_flight():
                 await self._unless_stopped(self._feed.gather())
         self._num_dropped_groups = self._feed.num_dropped_groups

@@ -253,7 +253,8 @@ class EpisodeStream:
         if time.monotonic() >= self._next_claim:
             self._next_claim = time.monotonic() + self._claim_idle_s / 2
             entries += await self._stale()
-        return [entry for entry in entries if entry[0].decode() not in self._held]
+        # A suspect is among the pending too.
+        return [entry for entry in dict(entries).items() if entry[0].decode() not in self._held]
 
     async def _own_pending(self) -> list[_Entry]:
         entries: list[_Entry] = []
@@ -295,7 +296,10 @@ class EpisodeStream:
         )
 
     async def _admit(self, entry_id: str, fields: dict[bytes, bytes] | None) -> Delivery | None:
-        """Parse an entry; None where it is a duplicate, gone or bad."""
+        """Parse an entry; None where it is a duplicate, gone or bad, or held since before the
+        group was made anew."""
+        if entry_id in self._held:
+            return None
         if entry_id in self._consumed:
             await self._drop(entry_id, "trained_before")
             return None

@@ -305,18 +305,20 @@ async def test_reader_that_swallows_its_cancellation_stops(link: RedisLink) -> N
             await reading
 
 
-async def test_group_that_is_whole_by_the_end_of_a_long_step_is_in_time(link: RedisLink) -> None:
+def _feed(link: RedisLink, groups: GroupAssembler, **options: Any) -> StreamFeed:
     async def ignore(number: int) -> None:
         del number
 
     async def nothing() -> None:
         pass
 
+    ignoring = {"on_dropped": ignore, "idle_s": 60.0, "on_idle": ignore, "on_wait": nothing}
+    return StreamFeed(_stream(link), groups, num_groups=1, state={}, **{**ignoring, **options})
+
+
+async def test_group_that_is_whole_by_the_end_of_a_long_step_is_in_time(link: RedisLink) -> None:
     groups = GroupAssembler(group_size=2, min_group=2, deadline_s=0.2, max_policy_lag=None)
-    feed = StreamFeed(
-        _stream(link), groups, num_groups=1, state={}, on_dropped=ignore, idle_s=60,
-        on_idle=ignore, on_wait=nothing,
-    )  # fmt: skip
+    feed = _feed(link, groups)
     await feed.open()
     await _add(link, "a")
     assert await feed.next(0, lambda: groups.num_open > 0) is None
@@ -326,6 +328,21 @@ async def test_group_that_is_whole_by_the_end_of_a_long_step_is_in_time(link: Re
     batch = await feed.next(0, lambda: False)
     assert batch is not None
     assert [episode.record.episode_id for episode in batch.episodes] == ["a", "b"]
+
+
+async def test_long_step_is_no_silence_of_the_stream(link: RedisLink) -> None:
+    idle: list[int] = []
+
+    async def on_idle(num_waiting: int) -> None:
+        idle.append(num_waiting)
+
+    groups = GroupAssembler(group_size=2, min_group=2, deadline_s=1.2, max_policy_lag=None)
+    feed = _feed(link, groups, idle_s=1.2, on_idle=on_idle)
+    await feed.open()
+    await asyncio.sleep(1.3)
+    await feed.catch_up()
+    await feed.gather()
+    assert idle == []
 
 
 async def test_server_that_stays_away_is_reported_with_its_remedy(server: ValkeyServer) -> None:
@@ -349,6 +366,36 @@ async def test_server_that_lost_its_data_is_joined_anew(link: RedisLink) -> None
     await _add(link, "b")
     assert await _read(stream) == ["b"]
     await stream.acknowledge(ids)
+
+
+async def test_entry_held_when_its_group_is_lost_stays_pending_until_it_is_trained(
+    server: ValkeyServer, link: RedisLink
+) -> None:
+    ids = await _add(link, "a")
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream) == ["a"]
+    await link.client.xgroup_destroy(KEY, "trainer")
+    assert await _read(stream) == []
+    assert not stream.dropped
+    async with _other_link(server) as restarted:
+        second = _stream(restarted)
+        await second.open()
+        assert await _read(second) == ["a"]
+    await stream.acknowledge(ids)
+    assert await _num_pending(link) == 0
+
+
+async def test_bad_entry_is_moved_aside_once_though_a_connection_was_lost(link: RedisLink) -> None:
+    await link.client.xadd(KEY, {control.RECORD_FIELD: b"bad"})
+    stream = _stream(link)
+    await stream.open()
+    assert await _read(stream) == []
+    assert await _read(stream) == []
+    link.reconnects += 1
+    assert await _read(stream) == []
+    assert stream.dropped == {"poison": 1}
+    assert await link.client.xlen(control.dead_key(RUN)) == 1
 
 
 async def test_command_that_redis_refuses_is_an_error_of_ours(
