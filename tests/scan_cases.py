@@ -61,15 +61,17 @@ def _comb(depth: int) -> TreeCase:
     return _tree([*spine, *range(depth - 2, -1, -1)], [1 + n % 4 for n in range(2 * depth - 1)])
 
 
-_MIXED = _tree([-1, 0, 1, 1, 0, 4, 5, 5, -1, 8], [64, 1, 2, 3, 65, 1, 1, 2, 3, 64])
-"""A forest of two roots whose nodes have 1, 2, 3, 64 and 65 rows."""
+_MIXED = [-1, 0, 1, 1, 0, 4, 5, 5, -1, 8]
+"""Parents of a forest of two roots."""
 
 CASES = {
     "one_row": ScanCase(tree=_tree([-1], [1])),
     "one_node_65": ScanCase(tree=_tree([-1], [65]), block_t=64),
     "forgetful": ScanCase(tree=_tree([-1, 0], [30, 33]), block_t=32, max_decay=40.0),
     "star": ScanCase(tree=_tree([-1, 0, 0, 0, 0, 0], [3, 2, 17, 1, 2, 1])),
-    "lengths": ScanCase(tree=_MIXED, block_t=64, end_nodes=(1, 5), with_initial=True),
+    "lengths": ScanCase(
+        tree=_tree(_MIXED, [16, 1, 2, 3, 17, 1, 1, 2, 3, 16]), end_nodes=(1, 5), with_initial=True
+    ),
     "cut": ScanCase(
         tree=_tree([-1, 0, 1, 1, 0], [30, 10, 40, 5, 9]),
         end_nodes=(2, 0),
@@ -81,9 +83,15 @@ CASES = {
         tree=_random(12, 3), key_heads=2, heads=4, key_dim=20, value_dim=40, with_initial=True
     ),
 }
-"""Beside the kernels' own sizes, node lengths are 1, 2, 3, 64 and 65."""
+"""Node lengths are 1, 2, 3, a chunk's and one more."""
 
 SOAK_CASES = {
+    "lengths_64": ScanCase(
+        tree=_tree(_MIXED, [64, 1, 2, 3, 65, 1, 1, 2, 3, 64]),
+        block_t=64,
+        end_nodes=(1, 5),
+        with_initial=True,
+    ),
     "one_node_63": ScanCase(tree=_tree([-1], [63]), block_t=64, max_decay=40.0),
     "one_node_64": ScanCase(tree=_tree([-1], [64]), block_t=64),
     "chain": ScanCase(
