@@ -324,7 +324,9 @@ async def _events_status(url: str) -> int:
 
 async def test_replicas_are_asked_only_while_a_page_is_open() -> None:
     board = Board(run=RUN, episodes=Episodes(1))
-    with board.open_page(), board.open_page():
+    with board.open_page():
+        with board.open_page():
+            assert board.watched.is_set()
         assert board.watched.is_set()
     assert not board.watched.is_set()
 

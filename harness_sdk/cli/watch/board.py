@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rollout_service.stream import StreamState
 
 MAX_STEPS = 1000
+REDIS, BROKER, REPLICAS = "Redis", "MQTT broker", "replicas"
+"""Names of the sources."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import ipaddress
 import json
 import time
@@ -22,19 +23,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from harness_sdk import control
 from harness_sdk._cancellation import end
-from harness_sdk.cli.watch.board import Board, Source
+from harness_sdk.cli.watch.board import BROKER, REDIS, REPLICAS, Board, Source
 from harness_sdk.cli.watch.episodes import Episodes
 from harness_sdk.cli.watch.page import page_html
 from harness_sdk.cli.watch.panes import episode_rows, panes
-from harness_sdk.cli.watch.sources import (
-    BROKER,
-    REDIS,
-    REPLICAS,
-    follow_bus,
-    follow_replicas,
-    follow_streams,
-    keep_following,
-)
 from harness_sdk.cli.watch.texts import Texts
 from harness_sdk.errors import ConfigError, HarnessError, ResourceExhausted
 from harness_sdk.view.svg import STYLE
@@ -122,15 +114,26 @@ async def watching(
 def _follow(
     board: Board, redis_url: str | None, mqtt_url: str | None, token: str | None
 ) -> list[asyncio.Task[None]]:
-    followers = []
-    for name, url, follow in ((REDIS, redis_url, follow_streams), (BROKER, mqtt_url, follow_bus)):
-        if url:
-            board.sources[name] = Source(name=name, address=control.masked_url(url))
-            followers.append((name, functools.partial(follow, board, url)))
+    wanted: list[tuple[str, str, str, tuple[str | None, ...]]] = []
+    if redis_url:
+        wanted.append((REDIS, redis_url, "follow_streams", (redis_url,)))
     if mqtt_url:
-        board.sources[REPLICAS] = Source(name=REPLICAS, address="")
-        followers.append((REPLICAS, functools.partial(follow_replicas, board, token)))
-    return [asyncio.create_task(keep_following(board, *each)) for each in followers]
+        wanted.append((BROKER, mqtt_url, "follow_bus", (mqtt_url,)))
+        wanted.append((REPLICAS, "", "follow_replicas", (token,)))
+    for name, url, _, _ in wanted:
+        board.sources[name] = Source(name=name, address=control.masked_url(url))
+    return [
+        asyncio.create_task(_keep(board, name, follow, options))
+        for name, _, follow, options in wanted
+    ]
+
+
+async def _keep(board: Board, name: str, follow: str, options: tuple[str | None, ...]) -> None:
+    # The clients of Redis and MQTT take longer to import than the page to listen.
+    sources = await asyncio.to_thread(importlib.import_module, "harness_sdk.cli.watch.sources")
+    await sources.keep_following(
+        board, name, functools.partial(getattr(sources, follow), board, *options)
+    )
 
 
 class _Page:

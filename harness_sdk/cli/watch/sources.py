@@ -20,15 +20,13 @@ from redis.exceptions import RedisError
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable
 from harness_sdk.cli.status import replica_status
-from harness_sdk.cli.watch.board import MAX_STEPS, Board, Replica
+from harness_sdk.cli.watch.board import BROKER, MAX_STEPS, REDIS, REPLICAS, Board, Replica
 from harness_sdk.cli.watch.episodes import read_entry
 from harness_sdk.errors import ConfigError, HarnessError
 from rollout_service.bus import follow_bus_state
 from rollout_service.stream import stream_state
 
 logger = logging.getLogger(__name__)
-
-REDIS, BROKER, REPLICAS = "Redis", "MQTT broker", "replicas"
 
 LOOK_S = 2.0
 """Between two looks at replicas, permits and the consumer group."""
