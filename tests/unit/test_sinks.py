@@ -78,7 +78,6 @@ def test_package_that_is_missing_is_named_with_its_remedy(
 
 
 def test_tensorboard_has_every_figure_at_its_step(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     config = _config(tmp_path, tensorboard=True)
     with open_sinks(config) as (sink,):
         sink(1, {"reward/mean": 0.25})
