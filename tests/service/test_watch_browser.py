@@ -80,13 +80,15 @@ async def test_page_shows_what_the_server_sends_and_follows(
         assert "Mean reward, step 1: 0.125" in await page.evaluate(titles)
         # News move nothing that has the focus.
         await page.evaluate("document.querySelector('#episodes a').focus()")
-        await run.add(renamed(branching_record(), 1, task_id="second"))
+        await run.add(renamed(branching_record(), 1, task_id="second", group_id="g0"))
         await run.add_step(2, **{"reward/mean": 0.5})
         await page.until("document.querySelectorAll('#episodes tr').length === 2")
         await page.until(f"{titles}.includes('Mean reward, step 2: 0.5')")
         assert await page.evaluate("document.activeElement.textContent") == "task"
         rows = await page.evaluate(TABLES.format("episodes"))
         assert [row[1] for row in rows] == ["second", "task"]
+        (group,) = await page.evaluate(TABLES.format("groups"))
+        assert group[:3] == ["g0", "second", "2"]
         # `/` filters; the rest of the page stays.
         await page.press("/")
         for letter in "sec":
