@@ -162,6 +162,20 @@ def test_demonstrations_get_no_policy_gradient(name: str) -> None:
     assert bool((gradient[~strip.is_demonstration] != 0).any())
 
 
+def test_demonstration_far_below_the_reference_leaves_the_loss_finite() -> None:
+    strip = pack_episodes(random_records(3))
+    logprobs = near_policy(strip, 3)
+    reference = logprobs.policy_logprobs.detach() + 100.0 * strip.is_demonstration
+    options = ObjectiveOptions(kl_coef=0.1, ref_logprobs=reference)
+    plain = OBJECTIVES["dag_grpo"](logprobs, strip, ADVANTAGES, ObjectiveOptions()).loss
+    loss = OBJECTIVES["dag_grpo"](logprobs, strip, ADVANTAGES, options).loss
+    torch.testing.assert_close(loss, plain)
+    loss.backward()
+    assert strip.is_demonstration.any()
+    assert logprobs.policy_logprobs.grad is not None
+    assert logprobs.policy_logprobs.grad.isfinite().all()
+
+
 def test_clip_stops_the_gradient_on_the_side_that_gains() -> None:
     strip = pack_episodes(random_records(2))
     advantage = ADVANTAGES[strip.action_episode]

@@ -41,7 +41,7 @@ def weighted_surrogate(
             importance == 0 if options.masks_importance else importance >= options.max_importance
         )
     if options.kl_coef:
-        kl = _reference_kl(policy, options)
+        kl = _reference_kl(policy, taken, options)
         terms = terms - options.kl_coef * kl
         figures["objective/reference_kl"] = kl
     if options.entropy_coef:
@@ -59,12 +59,14 @@ def _old_logprobs(policy: torch.Tensor, strip: Strip, options: ObjectiveOptions)
     return strip.sampled_logprobs.to(policy)
 
 
-def _reference_kl(policy: torch.Tensor, options: ObjectiveOptions) -> torch.Tensor:
+def _reference_kl(
+    policy: torch.Tensor, taken: torch.Tensor, options: ObjectiveOptions
+) -> torch.Tensor:
     """k3 of KL(policy || reference), `[A]`: never negative, and 0 with a gradient of 0 where they
-    agree."""
+    agree and where `taken` is False: a demonstration may be unlikely beyond what float32 holds."""
     if options.ref_logprobs is None:
         raise ValueError("kl_coef needs ref_logprobs")
-    difference = options.ref_logprobs.to(policy) - policy
+    difference = torch.where(taken, options.ref_logprobs.to(policy) - policy, 0.0)
     return difference.expm1() - difference
 
 

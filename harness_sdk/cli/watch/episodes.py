@@ -121,8 +121,9 @@ class Episodes:
 
     def has_room_for(self, entry_id: str) -> bool:
         """Whether an entry would be kept beside the newer ones."""
-        oldest = min(map(entry_order, self._rows), default=(0, 0))
-        return len(self._rows) < self.max_rows or entry_order(entry_id) > oldest
+        if len(self._rows) < self.max_rows:
+            return True
+        return entry_order(entry_id) > min(map(entry_order, self._rows))
 
     def row(self, entry_id: str) -> EpisodeRow:
         """The row of an entry.
