@@ -322,6 +322,34 @@ async def _events_status(url: str) -> int:
         return response.status
 
 
+async def test_episodes_are_read_one_after_the_other_though_their_pages_close(
+    run: WatchedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be cancelled: the next one waits for it all the same."""
+    (entry,) = await run.add(small_record("e"))
+    reading: list[int] = []
+    most: list[int] = []
+
+    def slow(*_: Any) -> dict[str, Any]:
+        reading.append(1)
+        most.append(len(reading))
+        time.sleep(0.3)
+        reading.pop()
+        return {}
+
+    monkeypatch.setattr(Texts, "episode", slow)
+    async with watched(run) as url:
+        address = f"{url}episodes/{entry}"
+        while (await get(address))[0] != 200:
+            await asyncio.sleep(0.05)
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await get(address)
+        assert (await get(address))[0] == 200
+    assert max(most) == 1
+
+
 async def test_replicas_are_asked_only_while_a_page_is_open() -> None:
     board = Board(run=RUN, episodes=Episodes(1))
     with board.open_page():

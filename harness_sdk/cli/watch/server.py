@@ -13,7 +13,7 @@ import importlib
 import ipaddress
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,8 @@ class _Page:
         ]
 
     async def _episode(self, request: web.Request) -> web.Response:
-        async with self._reading:
-            return _json_response(await asyncio.to_thread(self._read, request.match_info["entry"]))
+        entry = request.match_info["entry"]
+        return _json_response(await self._one_by_one(lambda: self._read(entry)))
 
     async def _tokens(self, request: web.Request) -> web.Response:
         entry, node = request.match_info["entry"], int(request.match_info["node"])
@@ -178,8 +178,18 @@ class _Page:
             record = self._board.episodes.record(entry)
             return self._texts.tokens(entry, record, node, begin, stop)
 
+        return _json_response(await self._one_by_one(read))
+
+    async def _one_by_one(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """`read()` on a thread, which goes on although the page that asked has closed: only at its
+        end is it another's turn."""
         async with self._reading:
-            return _json_response(await asyncio.to_thread(read))
+            reading = asyncio.create_task(asyncio.to_thread(read))
+            try:
+                return await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                await asyncio.gather(reading, return_exceptions=True)
+                raise
 
     def _read(self, entry: str) -> dict[str, Any]:
         return self._texts.episode(self._board.episodes.record(entry))
