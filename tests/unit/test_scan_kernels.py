@@ -24,7 +24,8 @@ def _assert_equal(errors: dict[str, float], operator: str, name: str, case: Scan
     assert {"out"} | GRADIENTS[operator] <= set(errors)
     assert ("ends" in errors) is bool(case.end_nodes)
     assert ("d_initial_states" in errors) is case.with_initial
-    limits = {"d_a": 1e-4} if name in LOOSE else {}
+    # A sum over all rows, much of which cancels.
+    limits = {"d_a": 1e-4 if name in LOOSE else 1e-5}
     assert {t: error for t, error in errors.items() if not error <= limits.get(t, LIMIT)} == {}
 
 
