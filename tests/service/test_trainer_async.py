@@ -341,3 +341,36 @@ async def test_dashboard_shows_only_what_the_processes_export(world: _World) -> 
 def _page(address: str) -> str:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
         return reply.read().decode()
+
+
+async def test_step_longer_than_the_deadline_is_no_sign_that_a_group_died(
+    world: _World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read during a step, which says nothing about the runners."""
+    short_step: Any = loop.train_step
+
+    def long_step(*args: Any, **kwargs: Any) -> StepResult:
+        time.sleep(3.0)
+        return short_step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", long_step)
+    batch = {"group_deadline_s": 3.0}
+    config = world.config(max_steps=1, batch=batch, publish={"in_flight": "wait"})
+    async with (
+        redis_permits(world.common["redis"]["url"], RUN) as limit,
+        asyncio.timeout(60),
+    ):
+        training = asyncio.create_task(loop.train(config, asyncio.Event()))
+        for _ in range(2):
+            await limit.take()
+        running = await _open(world, "running", ("refresh", "refresh"))
+        await _close(await _open(world, "first", ("keep", "keep")))
+        while not world.steps:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.2)
+        assert [service.adapters.newest() for service in world.services] == [0, 0]
+        await _close(running)
+        await training
+    (line,) = read_metrics(config.folder / "metrics.jsonl")
+    assert line["dropped/total"] == 0.0
+    assert (await permits(world.link, RUN))[0] == 3

@@ -19,10 +19,12 @@ import aiohttp
 import pytest
 
 from harness_sdk import control
+from harness_sdk._cancellation import end
 from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.cli.processes import free_port
 from harness_sdk.cli.watch import server as watch_server
-from harness_sdk.cli.watch.board import Board
+from harness_sdk.cli.watch import sources
+from harness_sdk.cli.watch.board import Board, Source
 from harness_sdk.cli.watch.episodes import Episodes, read_entry
 from harness_sdk.cli.watch.panes import EPISODE_COLUMNS, GROUP_COLUMNS, REPLICA_COLUMNS
 from harness_sdk.cli.watch.server import watching
@@ -31,6 +33,7 @@ from harness_sdk.control import ReplicaState
 from harness_sdk.errors import ConfigError, EpisodeNotFound, InvalidRequest
 from harness_sdk.record import BYTES_HASH, record_to_bytes
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
+from rollout_service.bus import BusState
 from tests.branching import branching_record
 from tests.records import small_record
 from tests.unit.scripted_server import ScriptedServer, serving
@@ -350,13 +353,35 @@ async def test_episodes_are_read_one_after_the_other_though_their_pages_close(
     assert max(most) == 1
 
 
-async def test_replicas_are_asked_only_while_a_page_is_open() -> None:
-    board = Board(run=RUN, episodes=Episodes(1))
-    with board.open_page():
+async def test_replicas_are_asked_only_while_a_page_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def status(address: str, *_: object) -> dict[str, Any]:
+        asked.append(address)
+        return {"status": None, "unreachable": ""}
+
+    monkeypatch.setattr(sources, "replica_status", status)
+    monkeypatch.setattr(sources, "LOOK_S", 0.02)
+    state = ReplicaState(replica_id="a", alive=True, address="there:1")
+    board = Board(run=RUN, episodes=Episodes(1), bus=BusState(policy=None, replicas=(state,)))
+    board.sources[sources.REPLICAS] = Source(name=sources.REPLICAS, address="")
+    following = asyncio.create_task(sources.follow_replicas(board, None))
+    await asyncio.sleep(0.1)
+    assert not asked
+    async with asyncio.timeout(10):
         with board.open_page():
-            assert board.watched.is_set()
-        assert board.watched.is_set()
-    assert not board.watched.is_set()
+            with board.open_page():
+                pass
+            # Of two pages one is open still.
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+    count = len(asked)
+    await asyncio.sleep(0.2)
+    # One look may have begun already.
+    assert len(asked) <= count + 1
+    await end(following)
 
 
 async def test_unusable_addresses_and_tokenizers_are_refused(run: WatchedRun) -> None:
