@@ -210,7 +210,8 @@ class StreamFeed:
             await self._on_dropped(self._told_dropped)
 
     async def _read(self, *, block_s: float) -> bool:
-        """Take what the stream has, and whether it had anything."""
+        """Take what the stream has, and whether it had anything, if only what was dropped."""
+        before = self._stream.num_read
         deliveries = await self._stream.read(max_entries=NUM_READ, block_s=block_s)
         now_s = time.monotonic()
         for delivery in deliveries:
@@ -220,7 +221,7 @@ class StreamFeed:
         elif now_s - self._busy_at >= self._idle_s:
             self._busy_at = now_s
             await self._on_idle(self._collector.num_waiting)
-        return bool(deliveries)
+        return self._stream.num_read > before
 
 
 class Demonstrations:

@@ -157,6 +157,8 @@ class EpisodeStream:
         self._seen_reconnects = -1
         self._next_claim = 0.0
         self.dropped: Counter[str] = Counter()
+        self.num_read = 0
+        """Entries that came, those that were dropped included."""
         self.num_dead_trimmed = 0
         """Dead records that are no longer kept, by the server's count at the last one."""
 
@@ -182,6 +184,7 @@ class EpisodeStream:
         entries = await self._recovered()
         if not entries:
             entries = await self._new(max_entries, block_s)
+        self.num_read += len(entries)
         deliveries = []
         for entry_id, fields in entries:
             delivery = await self._admit(entry_id.decode(), fields)

@@ -19,7 +19,7 @@ from harness_sdk.errors import ConfigError, ServiceError, Unavailable
 from harness_sdk.record import record_from_bytes, record_to_bytes
 from rollout_service.stream import read_stream_state
 from tests.records import small_record
-from trainer_service.feed import StreamFeed
+from trainer_service.feed import NUM_READ, StreamFeed
 from trainer_service.groups import GroupAssembler
 from trainer_service.origin import Origin, RefusedRecord
 from trainer_service.parsing import parse_record
@@ -328,6 +328,21 @@ async def test_group_that_is_whole_by_the_end_of_a_long_step_is_in_time(link: Re
     batch = await feed.next(0, lambda: False)
     assert batch is not None
     assert [episode.record.episode_id for episode in batch.episodes] == ["a", "b"]
+
+
+async def test_dropped_entries_hide_none_that_came_in_time(link: RedisLink) -> None:
+    groups = GroupAssembler(group_size=2, min_group=2, deadline_s=0.2, max_policy_lag=None)
+    feed = _feed(link, groups)
+    await feed.open()
+    await _add(link, "a")
+    assert await feed.next(0, lambda: groups.num_open > 0) is None
+    await _add(link, *["a"] * NUM_READ, "b")
+    await asyncio.sleep(0.25)
+    async with asyncio.timeout(10):
+        batch = await feed.next(0, lambda: False)
+    assert batch is not None
+    assert [episode.record.episode_id for episode in batch.episodes] == ["a", "b"]
+    assert feed.dropped() == {"duplicate": NUM_READ}
 
 
 async def test_long_step_is_no_silence_of_the_stream(link: RedisLink) -> None:
