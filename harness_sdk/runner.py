@@ -229,7 +229,11 @@ class Runner:
             async with episode:
                 self._unopened.pop(id(group), None)
                 reward = await run_task(self._agent, episode, task)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            # Else it is that of a task which the agent awaited: left alone, it would end this one
+            # without a word.
             reward, failure = None, f"{type(error).__name__}: {error}"
             known = isinstance(error, HarnessError)
             logger.warning(
@@ -258,7 +262,7 @@ class Runner:
             logger.warning("the agent's metrics failed for task %s", task_id(task), exc_info=True)
             return {}
 
-    def _count_failure(self, error: Exception) -> None:
+    def _count_failure(self, error: BaseException) -> None:
         self._failures += 1
         if self._failures >= self._options.max_failures:
             raise ServiceError(
@@ -290,6 +294,12 @@ async def run_task(agent: Agent, episode: Episode, task: Task) -> float:
         reward = await outcome(agent, task, root.answer if scored is None else scored)
     await episode.close(reward=reward)
     return reward
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled the running task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _outcome(

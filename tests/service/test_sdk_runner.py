@@ -167,6 +167,24 @@ async def test_failed_episode_is_an_outcome_and_a_record_not_a_crash(
     assert (summary.accuracy, summary.tasks, summary.failed) == (1.0, 1, {"ToolError": 2})
 
 
+async def test_agent_that_lets_a_cancellation_of_its_own_out_fails_its_episode_alone(
+    client: OctopusClient,
+) -> None:
+    async def stumble(thread: Thread, task: dict[str, str]) -> str:
+        if task["id"] == "a":
+            helper = asyncio.create_task(asyncio.sleep(60))
+            helper.cancel()
+            await helper
+        return await say(thread, task)
+
+    async with asyncio.timeout(30):
+        groups = await Runner([client], agent(stumble), RunOptions(group_size=1)).run()
+    assert [group.is_complete for group in groups] == [True, True]
+    (failed,), (passed,) = (group.episodes for group in groups)
+    assert (failed.reward, failed.error) == (None, "CancelledError: ")
+    assert passed.reward == 1.0
+
+
 async def test_metrics_that_fail_cost_no_episode(
     client: OctopusClient, caplog: pytest.LogCaptureFixture
 ) -> None:
