@@ -384,6 +384,16 @@ async def test_replicas_are_asked_only_while_a_page_is_open(
     await end(following)
 
 
+async def test_client_that_is_not_installed_is_told_on_the_page(
+    run: WatchedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "harness_sdk.cli.watch.sources", None)
+    async with watched(run) as url, watcher(url) as page:
+        await page.until(lambda p: p.source("Redis") == "away")
+        (shown,) = page.panes["sources"]
+    assert "pip install" in shown["error"]
+
+
 async def test_unusable_addresses_and_tokenizers_are_refused(run: WatchedRun) -> None:
     async with watched(run) as url:
         port = int(url.rsplit(":", 1)[1].strip("/"))

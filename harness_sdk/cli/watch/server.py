@@ -130,7 +130,11 @@ def _follow(
 
 async def _keep(board: Board, name: str, follow: str, options: tuple[str | None, ...]) -> None:
     # The clients of Redis and MQTT take longer to import than the page to listen.
-    sources = await asyncio.to_thread(importlib.import_module, "harness_sdk.cli.watch.sources")
+    try:
+        sources = await asyncio.to_thread(importlib.import_module, "harness_sdk.cli.watch.sources")
+    except ImportError as error:
+        board.lost(name, f"{error}; pip install 'octopus-agents[rollout]'")
+        return
     await sources.keep_following(
         board, name, functools.partial(getattr(sources, follow), board, *options)
     )
