@@ -147,19 +147,20 @@ class Episodes:
             ProtocolError: It cannot be read.
         """
         row = self.row(entry_id)
-        if entry_id in self._parsed:
-            self._parsed.move_to_end(entry_id)
-            return self._parsed[entry_id]
-        if entry_id not in self._packed:
-            raise EpisodeNotFound(
-                "of this episode only the figures are kept",
-                value=row.episode_id,
-                limit=f"records of {self._max_bytes // 2**20} MiB together, the newest",
-            )
-        record = record_from_bytes(zlib.decompress(self._packed[entry_id]))
+        # Each step stands alone: newer entries may push this one out meanwhile, in another thread.
+        record = self._parsed.pop(entry_id, None)
+        if record is None:
+            packed = self._packed.get(entry_id)
+            if packed is None:
+                raise EpisodeNotFound(
+                    "of this episode only the figures are kept",
+                    value=row.episode_id,
+                    limit=f"records of {self._max_bytes // 2**20} MiB together, the newest",
+                )
+            record = record_from_bytes(zlib.decompress(packed))
         self._parsed[entry_id] = record
-        while len(self._parsed) > _PARSED:
-            self._parsed.popitem(last=False)
+        for oldest in list(self._parsed)[:-_PARSED]:
+            self._parsed.pop(oldest, None)
         return record
 
     def _forget(self, entry_id: str) -> None:
