@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    if not sys.stderr.isatty():
+        # Libraries' progress bars are for terminals; a bar whose pipe has closed never lets go of
+        # tqdm's lock, and the process never ends.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     command = importlib.import_module(f"harness_sdk.cli.{args.command}")
     sub = argparse.ArgumentParser(
         prog=f"octopus {args.command}", description=_sentence(COMMANDS[args.command])

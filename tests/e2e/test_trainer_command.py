@@ -202,3 +202,19 @@ def test_servers_that_are_not_there_are_named(model: Path, tmp_path: Path) -> No
     assert "the MQTT broker cannot be reached" in shown.stderr
     assert "correct mqtt.url" in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+def test_reader_of_the_log_that_leaves_keeps_no_process(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "trainer_service", "--model.path", str(model),
+            "--run-folder", str(tmp_path), "--redis.url", "http://h",
+        ],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    process.stderr.close()
+    try:
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
