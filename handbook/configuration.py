@@ -45,10 +45,11 @@ Every key of every command, and every option of the SDK, read off the code.
 
 A command resolves its settings in this order, the last one wins: defaults, the TOML file of
 `--config`, the environment, dotted flags. The environment holds addresses and secrets alone:
-`OCTOPUS_REDIS_URL`, `OCTOPUS_MQTT_URL`, `OCTOPUS_TOKEN`. A key `engine.max_tokens` is the flag
-`--engine.max-tokens` and, in a file, `max_tokens` in the table `[engine]`. `none` unsets a key that
-may be unset. Lists and tables are written as TOML. An unknown key is an error that names the
-nearest one. `--dry-run` prints what was resolved, as TOML or, with `--dry-run json`, as JSON;
+`OCTOPUS_REDIS_URL`, `OCTOPUS_MQTT_URL`, `OCTOPUS_TOKEN`; the same names with `_FILE` give the path
+of a file that holds the value. A secret among the flags is refused. A key `engine.max_tokens` is
+the flag `--engine.max-tokens` and, in a file, `max_tokens` in the table `[engine]`. `none` unsets a
+key that may be unset. Lists and tables are written as TOML. An unknown key is an error that names
+the nearest one. `--dry-run` prints what was resolved, as TOML or, with `--dry-run json`, as JSON;
 secrets are masked.
 """
 

@@ -95,12 +95,14 @@ def echo_topic(run: str, client_id: str) -> str:
 MASK = "**********"
 """Stands for a secret in everything that is shown."""
 
-_URL_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@/\s]+@")
+# To the last @: a password that should have been quoted may hold one, or a slash.
+_URL_PASSWORD = re.compile(r"(://[^:/@\s]*):[^\s]+@")
+_QUERY_PASSWORD = re.compile(r"([?&][a-z_]*password=)[^&\s]+")
 
 
 def masked_url(url: str) -> str:
     """The address of a server without its password, for logs and errors."""
-    return _URL_PASSWORD.sub(rf"\1:{MASK}@", url)
+    return _QUERY_PASSWORD.sub(rf"\1{MASK}", _URL_PASSWORD.sub(rf"\1:{MASK}@", url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from harness_sdk.cli.environment import refuse_secrets
+from harness_sdk.cli.logs import set_up_logging
 from harness_sdk.cli.option_file import parse_command
 from harness_sdk.errors import HarnessError
+from harness_sdk.printable import printable
 
 COMMANDS: dict[str, str] = {
     "demo": "train a tiny branching agent on this machine, end to end",
@@ -49,14 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sub = argparse.ArgumentParser(
         prog=f"octopus {args.command}", description=_sentence(COMMANDS[args.command])
     )
-    command.add_arguments(sub)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
+    set_up_logging()
     try:
+        refuse_secrets(arguments)
+        command.add_arguments(sub)
         return command.run(parse_command(sub, rest + arguments[1:]))
     except HarnessError as error:
-        sys.stderr.write(f"octopus {args.command}: {error}\n")
+        sys.stderr.write(f"octopus {args.command}: {printable(str(error))}\n")
         return 1
     except BrokenPipeError:
         # Whoever read the output has gone; the interpreter would stumble over it once more.
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         logging.getLogger(__name__).debug("the command failed", exc_info=error)
-        sys.stderr.write(f"octopus {args.command}: {_file_error(error)}\n")
+        sys.stderr.write(f"octopus {args.command}: {printable(str(_file_error(error)))}\n")
         return 1
     except KeyboardInterrupt:
         return 130

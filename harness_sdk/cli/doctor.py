@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import re
 import shutil
 import socket
@@ -17,6 +16,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
+from harness_sdk.cli.environment import variable
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError, HarnessError
@@ -43,10 +43,10 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    for name, variable in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
+    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
         parser.add_argument(
-            f"--{name}-url", default=os.environ.get(variable), metavar="URL",
-            help=f"server to check; {variable} where it is not given, else the embedded one",
+            f"--{name}-url", default=variable(source), metavar="URL",
+            help=f"server to check; {source} where it is not given, else the embedded one",
         )  # fmt: skip
     parser.add_argument("--model", type=Path, help="checkpoint folder to check")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of the runs")

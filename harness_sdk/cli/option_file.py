@@ -7,11 +7,11 @@ defaults < file < environment < flags.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness_sdk.cli.environment import ENVIRONMENT, variable
 from harness_sdk.cli.settings import (
     FORMS,
     parse_arguments,
@@ -77,7 +77,8 @@ def _parse_with(
             raise unknown_key(list(actions), (key,), found)
         action = actions[key]
         value = _checked(action, found)
-        if action.default and action.default == os.environ.get(f"OCTOPUS_{key.upper()}"):
+        source = f"OCTOPUS_{key.upper()}"
+        if source in ENVIRONMENT and action.default and action.default == variable(source):
             continue
         if isinstance(value, list):
             lists[key] = value

@@ -1,7 +1,8 @@
 """Configuration of the services: defaults < one TOML file < environment < dotted flags.
 
 The environment holds addresses and secrets alone: a field names its variable with
-`Field(json_schema_extra={"env": "OCTOPUS_REDIS_URL"})`. Secrets are `SecretStr` and print masked.
+`Field(json_schema_extra={"env": "OCTOPUS_REDIS_URL"})`, and `OCTOPUS_REDIS_URL_FILE` may name a
+file that holds it. Secrets are `SecretStr` and print masked.
 Takes the pydantic class as an argument, so that importing this costs the standard library only.
 """
 
@@ -10,13 +11,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from harness_sdk.cli.environment import ENVIRONMENT, SECRET_KEY, variable
 from harness_sdk.control import MASK, masked_url
 from harness_sdk.errors import ConfigError
 
@@ -26,13 +27,8 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=BaseModel)
 
-ENVIRONMENT = ("OCTOPUS_REDIS_URL", "OCTOPUS_MQTT_URL", "OCTOPUS_TOKEN")
-"""The variables that a configuration may read."""
-
 FORMS = ("toml", "json")
 """What `--dry-run` can print."""
-
-_SECRET_KEY = re.compile(r"(^|\.)(auth_)?(token|secret|password)$")
 
 
 def add_config_arguments(
@@ -121,9 +117,9 @@ def load_config(
             of bounds, or a pair of options that do not go together.
     """
     data = read_toml(path) if path is not None else {}
-    variables = os.environ if environment is None else environment
     for key, field in _leaves(model_class):
-        value = variables.get(_env_name(field))
+        name = _env_name(field)
+        value = variable(name, environment) if name else None
         if value:
             _assign(data, key.split("."), value)
     for key, text in _pairs(overrides):
@@ -291,7 +287,7 @@ def _config_error(error: ValidationError) -> ConfigError:
 
 def shown(key: str, value: Any) -> str:
     """A key's value for an error, masked where it is a secret."""
-    if _SECRET_KEY.search(key):
+    if SECRET_KEY.search(key):
         return repr(MASK)
     return repr(masked_url(value) if isinstance(value, str) else value)
 
@@ -299,7 +295,7 @@ def shown(key: str, value: Any) -> str:
 def _masked(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: MASK if item and _SECRET_KEY.search(key) else _masked(item)
+            key: MASK if item and SECRET_KEY.search(key) else _masked(item)
             for key, item in value.items()
         }
     if isinstance(value, list):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from harness_sdk.cli.environment import variable
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError, HarnessError
+from harness_sdk.printable import printable
 
 if TYPE_CHECKING:
     from harness_sdk.control import ReplicaState
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--run", default="local", help="name of the run")
-    for name, variable in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
+    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
         parser.add_argument(
-            f"--{name}-url", default=os.environ.get(variable), metavar="URL",
-            help=f"address; {variable} where it is not given",
+            f"--{name}-url", default=variable(source), metavar="URL",
+            help=f"address; {source} where it is not given",
         )  # fmt: skip
     parser.add_argument(
         "--address", action="append", default=[], metavar="HOST:PORT",
@@ -70,7 +71,7 @@ async def _collect(args: argparse.Namespace) -> dict[str, Any]:
             state["policy"] = asdict(bus.policy) if bus.policy is not None else None
         except HarnessError as error:
             state["errors"].append(str(error))
-    token = os.environ.get("OCTOPUS_TOKEN")
+    token = variable("OCTOPUS_TOKEN")
     found = {replica.address for replica in known if replica.alive}
     state["replicas"] = [
         *await asyncio.gather(*(replica_status(each.address, each, token) for each in known)),
@@ -140,7 +141,8 @@ def _screen(state: dict[str, Any]) -> str:
     for replica in state["replicas"]:
         lines += [f"  {line}" for line in _replica_lines(replica)]
     lines += [f"error      {error}" for error in state["errors"]]
-    return "\n".join(lines) + "\n"
+    # What replicas and clients said is in them.
+    return "\n".join(printable(line) for line in lines) + "\n"
 
 
 def _replica_lines(replica: dict[str, Any]) -> list[str]:

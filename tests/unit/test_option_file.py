@@ -98,8 +98,8 @@ def test_bad_file_is_refused_by_name_with_remedy(
     [
         ("trees", ["gone.jsonl", "--records", "made.bin"]),
         ("view", ["gone.bin", "--out", "made.html"]),
-        ("status", ["--redis-url", "redis://:hunter2@127.0.0.1:1"]),
-        ("doctor", ["--mqtt-url", "mqtt://me:hunter2@127.0.0.1:1", "--model", "gone"]),
+        ("status", ["--address", "127.0.0.1:1"]),
+        ("doctor", ["--model", "gone"]),
     ],
 )
 def test_dry_run_prints_masked_settings_and_does_nothing(
@@ -110,6 +110,8 @@ def test_dry_run_prints_masked_settings_and_does_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OCTOPUS_REDIS_URL", "redis://:hunter2@127.0.0.1:1")
+    monkeypatch.setenv("OCTOPUS_MQTT_URL", "mqtt://me:hunter2@127.0.0.1:1")
     # Before a positional argument, which is no form to print.
     assert main([command, "--dry-run", *flags]) == 0
     shown = capsys.readouterr().out

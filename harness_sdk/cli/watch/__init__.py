@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from pathlib import Path
 
+from harness_sdk.cli.environment import variable
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
@@ -37,10 +37,10 @@ _MAX_EPISODES = 20_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--run", default="local", help="name of the run")
-    for name, variable in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
+    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
         parser.add_argument(
-            f"--{name}-url", default=os.environ.get(variable), metavar="URL",
-            help=f"address; {variable} where it is not given",
+            f"--{name}-url", default=variable(source), metavar="URL",
+            help=f"address; {source} where it is not given",
         )  # fmt: skip
     parser.add_argument(
         "--tokenizer",
@@ -91,7 +91,7 @@ async def _serve(args: argparse.Namespace) -> None:
         host=args.host,
         port=args.port,
         max_episodes=args.episodes,
-        token=os.environ.get("OCTOPUS_TOKEN"),
+        token=variable("OCTOPUS_TOKEN"),
     ) as url:
         sys.stdout.write(f"page     {url}\nrun      {args.run}; Ctrl-C stops the page alone\n")
         sys.stdout.flush()
