@@ -1,4 +1,4 @@
-"""Everything this service says to Redis: episodes out, adapter chunks in, the stream's state.
+"""Episodes on their way into Redis, and adapters out of it.
 
 A record that `write` has taken is sent once Redis takes it, however often Redis restarts in
 between; a repeated send is possible, and the trainer drops duplicates by episode id.
@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError
 
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable, end
-from harness_sdk.errors import AdapterError, ConfigError, Unavailable
+from harness_sdk.errors import ConfigError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.records_file import read_records, write_records
+from rollout_service.adapter_chunks import fetch_adapter
+from rollout_service.redis_client import redis_client
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class EpisodeStream:
         spill_path: Path | None = None,
         trim_every: int = 64,
     ) -> None:
-        self._client = _client(url)
+        self._client = redis_client(url)
         self._run = run
         self._key = control.episodes_key(run)
         self._max_buffered_bytes = max_buffered_bytes
@@ -179,38 +176,9 @@ class EpisodeStream:
             Unavailable: Redis cannot be reached.
         """
         try:
-            await cancellable(self._fetch_adapter(version, folder, max_bytes))
+            await cancellable(fetch_adapter(self._client, self._run, version, folder, max_bytes))
         except (RedisError, OSError) as error:
             raise Unavailable("cannot fetch the adapter from Redis", value=error) from error
-
-    async def _fetch_adapter(self, version: int, folder: Path, max_bytes: int) -> None:
-        key = control.adapter_meta_key(self._run, version)
-        meta = await self._client.hgetall(key)
-        if not meta:
-            raise AdapterError(f"adapter {version} is not in Redis", value=key)
-        size = int(meta[b"num_bytes"])
-        if size > max_bytes:
-            raise AdapterError(
-                f"adapter {version} is too large",
-                value=f"{size} bytes",
-                limit=f"{max_bytes} bytes",
-                remedy="raise adapters.max_bytes or lower the rank",
-            )
-        written = 0
-        path = folder / control.ADAPTER_FILE
-        await asyncio.to_thread(path.write_bytes, b"")
-        for index in range(int(meta[b"num_chunks"])):
-            chunk_key = control.adapter_chunk_key(self._run, version, index)
-            chunk = await self._client.get(chunk_key)
-            if chunk is None or written + len(chunk) > size:
-                raise AdapterError(f"adapter {version} is not whole in Redis", value=chunk_key)
-            written += await asyncio.to_thread(_append, path, chunk)
-        if written != size:
-            raise AdapterError(
-                f"adapter {version} is not whole in Redis", value=written, limit=f"{size} bytes"
-            )
-        config_path = folder / control.ADAPTER_CONFIG_FILE
-        await asyncio.to_thread(config_path.write_bytes, meta[b"config"])
 
     async def _write(self, record: EpisodeRecord) -> str:
         if self._closed:
@@ -276,118 +244,6 @@ class EpisodeStream:
             logger.warning("cannot trim the episode stream: %s", error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
-    """The stream at one moment."""
-
-    length: int
-    pending: int
-    """Delivered to a consumer group and not acknowledged, over all groups."""
-    undelivered: int
-    """Of the group that lags most; the whole length without a group."""
-    dead: int
-    """Records that failed to parse or were refused, as far as they are kept."""
-    dead_trimmed: int
-    """Such that are no longer kept."""
-
-
-async def read_stream_state(url: str, run: str) -> StreamState:
-    """Look at the stream of `run`.
-
-    Raises:
-        Unavailable: Redis cannot be reached.
-    """
-    client = _client(url)
-    try:
-        return await stream_state(client, run)
-    except (RedisError, OSError) as error:
-        raise _away(error) from error
-    finally:
-        await client.aclose()
-
-
-async def stream_state(client: Any, run: str) -> StreamState:
-    """The same over a connection of redis-py's that is there already.
-
-    Raises:
-        RedisError: Redis cannot be reached.
-    """
-    key, dead_key = control.episodes_key(run), control.dead_key(run)
-    length = await client.xlen(key)
-    groups = await client.xinfo_groups(key) if await client.exists(key) else []
-    dead = {"length": 0}
-    if await client.exists(dead_key):
-        dead = await client.xinfo_stream(dead_key)
-    return StreamState(
-        length=length,
-        pending=sum(group["pending"] for group in groups),
-        undelivered=max((group["lag"] or 0 for group in groups), default=length),
-        dead=dead["length"],
-        # Counted from Redis 7 on.
-        dead_trimmed=dead.get("entries-added", dead["length"]) - dead["length"],
-    )
-
-
-async def read_server_settings(url: str) -> Mapping[str, str]:
-    """`appendonly`, `appendfsync` and `maxmemory-policy` of a server; {} where it hides them.
-
-    Raises:
-        Unavailable: The server cannot be reached or refuses the credentials.
-    """
-    client = _client(url)
-    names = ("appendonly", "appendfsync", "maxmemory-policy")
-    try:
-        await client.ping()
-        try:
-            return dict(await client.config_get(*names))
-        except ResponseError:
-            return {}
-    except (RedisError, OSError) as error:
-        raise _away(error) from error
-    finally:
-        await client.aclose()
-
-
-async def read_clock_skew(url: str) -> float:
-    """Seconds that the server's clock is ahead of this machine's.
-
-    Raises:
-        Unavailable: The server cannot be reached.
-    """
-    client = _client(url)
-    try:
-        before = time.time()
-        seconds, microseconds = await client.time()
-        return seconds + microseconds / 1e6 - (before + time.time()) / 2
-    except (RedisError, OSError) as error:
-        raise _away(error) from error
-    finally:
-        await client.aclose()
-
-
-def _client(url: str) -> Any:
-    try:
-        # Retries are this file's own: each is logged and bounded by what its call can bear.
-        return redis.asyncio.Redis.from_url(
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=30,
-            socket_connect_timeout=5,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            "redis.url is no address",
-            value=control.masked_url(url),
-            limit="redis://host:port/db",
-            remedy=str(error),
-        ) from error
-
-
-def _away(error: Exception) -> Unavailable:
-    return Unavailable("Redis cannot be reached", value=error, remedy="start it or correct its URL")
-
-
 def _closed() -> Unavailable:
     return Unavailable("the episode stream is closed", remedy="open the episode on a live replica")
 
@@ -396,11 +252,6 @@ def _unsent(path: Path) -> list[tuple[EpisodeRecord, bytes]]:
     if not path.exists():
         return []
     return [(record, record_to_bytes(record)) for record in read_records(path)]
-
-
-def _append(path: Path, data: bytes) -> int:
-    with path.open("ab") as file:
-        return file.write(data)
 
 
 def _spill(path: Path, records: list[EpisodeRecord]) -> None:

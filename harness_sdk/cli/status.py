@@ -1,4 +1,4 @@
-"""`octopus status`: replicas, versions, memory, the stream and the last policy on one screen."""
+"""`octopus status`: replicas, versions, memory, the stream, policy and step on one screen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,9 @@ from harness_sdk.printable import printable
 
 if TYPE_CHECKING:
     from harness_sdk.control import ReplicaState
+
+
+_RECOMPUTED = "tokens/recomputed_"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +57,16 @@ def run(args: argparse.Namespace) -> int:
 
 async def _collect(args: argparse.Namespace) -> dict[str, Any]:
     state: dict[str, Any] = {
-        "run": args.run, "stream": None, "policy": None, "replicas": [], "errors": [],
+        "run": args.run, "stream": None, "step": None, "policy": None, "replicas": [],
+        "errors": [],
     }  # fmt: skip
     known: list[ReplicaState] = []
     if args.redis_url:
-        from rollout_service.stream import read_stream_state
+        from rollout_service.redis_state import read_newest_step, read_stream_state
 
         try:
             state["stream"] = asdict(await read_stream_state(args.redis_url, args.run))
+            state["step"] = await read_newest_step(args.redis_url, args.run)
         except HarnessError as error:
             state["errors"].append(str(error))
     if args.mqtt_url:
@@ -137,12 +144,25 @@ def _screen(state: dict[str, Any]) -> str:
             f" {stream['pending']} pending, {stream['dead']} dead"
             + (f" ({stream['dead_trimmed']} older ones gone)" if stream["dead_trimmed"] else "")
         )
+    if state["step"] is not None:
+        lines.append(_step_line(state["step"]))
     lines.append(f"replicas   {len(state['replicas'])}")
     for replica in state["replicas"]:
         lines += [f"  {line}" for line in _replica_lines(replica)]
     lines += [f"error      {error}" for error in state["errors"]]
     # What replicas and clients said is in them.
     return "\n".join(printable(line) for line in lines) + "\n"
+
+
+def _step_line(step: dict[str, Any]) -> str:
+    """The trainer's newest step; a figure that it did not report is left out."""
+    told = [f"step {step.get('step', '?')}"]
+    for name, label in (("reward/mean", "reward"), ("dropped/total", "dropped episodes")):
+        if isinstance(step.get(name), int | float):
+            told.append(f"{label} {step[name]:.4g}")
+    if isinstance(step.get("time_s"), int | float):
+        told.append(f"{max(time.time() - step['time_s'], 0):.0f} s ago")
+    return f"trainer    {', '.join(told)}"
 
 
 def _replica_lines(replica: dict[str, Any]) -> list[str]:
@@ -162,6 +182,7 @@ def _replica_lines(replica: dict[str, Any]) -> list[str]:
             f" {status['tokens_capacity']} tokens, {status['resident_cursors']} cursors,"
             f" {status['recurrent_slots']} recurrent states"
         )
+        lines.append(f"    {_token_line(status['metrics'])}")
     if replica["waiting_version"]:
         lines.append(
             f"    version {replica['waiting_version']} waits for a slot, for"
@@ -170,3 +191,17 @@ def _replica_lines(replica: dict[str, Any]) -> list[str]:
     if replica["error"]:
         lines.append(f"    refused: {replica['error']}")
     return lines
+
+
+def _token_line(metrics: Mapping[str, float]) -> str:
+    """Tokens computed and sampled since the start, and what was computed twice, by cause."""
+    twice = {
+        name.removeprefix(_RECOMPUTED): count
+        for name, count in metrics.items()
+        if name.startswith(_RECOMPUTED) and count
+    }
+    causes = ", ".join(f"{count:.0f} by {cause}" for cause, count in sorted(twice.items()))
+    return (
+        f"tokens {metrics.get('tokens/computed', 0):.0f} computed,"
+        f" {metrics.get('tokens/sampled', 0):.0f} sampled, recomputed {causes or 'none'}"
+    )

@@ -5,22 +5,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import socket
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiomqtt
 import pytest
 import redis.asyncio
+from amqtt.broker import Broker
 
-from harness_sdk import control
+from harness_sdk import OctopusClient, control
 from harness_sdk.cli import doctor
 from harness_sdk.cli.__main__ import main
+from harness_sdk.cli.doctor.machine import check_gpus
 from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
 from harness_sdk.cli.processes import free_port
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from tests.chat_tokenizers import save_chat_tokenizer
+from tests.engine_cases import save_adapter
+from tests.service.sdk_service import scripted
 from tests.tiny_models import save_tiny_model
 
 
@@ -74,6 +82,127 @@ def test_doctor_fails_what_cannot_be_reached(capsys: pytest.CaptureFixture[str])
     assert f"warn   port {busy}: Address already in use" in shown
 
 
+async def test_doctor_fails_a_server_that_evicts(redis_url: str) -> None:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.config_set("maxmemory", "64mb")
+        await client.config_set("maxmemory-policy", "allkeys-lru")
+    found = (await asyncio.to_thread(_levels, "--redis-url", redis_url))["redis maxmemory-policy"]
+    assert (found.level, "67108864" in found.text) == ("fail", True)
+    assert "CONFIG SET maxmemory-policy noeviction" in found.line()
+
+
+async def test_doctor_fails_a_broker_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forget(*args: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Broker, "retain_message", forget)
+    async with embedded_broker() as mqtt_url:
+        found = (await asyncio.to_thread(_levels, "--mqtt-url", mqtt_url))["mqtt"]
+    assert (found.level, "retained" in found.text) == ("fail", True)
+    assert "retain_available true" in found.line()
+
+
+async def test_doctor_warns_of_a_clock_that_is_wrong(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 90)
+    found = (await asyncio.to_thread(_levels, "--redis-url", redis_url))["clock"]
+    assert found.level == "warn" and "run NTP" in found.line()
+    assert re.match(r"Redis is \+(89\.[5-9]|90\.[0-5])", found.text)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert _levels()["clock"].level == "fail"
+
+
+def test_doctor_fails_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o500)
+    folder.chmod(0o500)
+    uid = os.geteuid()
+    if not uid:
+        # Mode bits do not bind root.
+        os.seteuid(65_534)
+    try:
+        found = _levels("--folder", str(folder / "runs"))["permissions"]
+    finally:
+        os.seteuid(uid)
+    assert (found.level, "cannot write" in found.text) == ("fail", True)
+    assert "give another --folder" in found.line()
+
+
+def test_doctor_fails_a_disk_without_room() -> None:
+    # A file system that never has any.
+    found = _levels("--folder", "/proc/runs")["disk"]
+    assert (found.level, found.text) == ("fail", "0.0 GiB free at /proc")
+
+
+def test_doctor_compares_what_is_installed_with_what_we_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("redis", "3.5.3"), ("octopus_agents_sdk", "0.1.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = _levels()
+    assert found["redis package"].line() == (
+        "warn   redis package: 3.5.3 is untested; fix: pip install 'redis>=6'"
+    )
+    assert found["octopus-agents-sdk"].level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "told"),
+    [
+        ("echo '0, NVIDIA H200, 143000, 143771'", "ok", "143000 of 143771 MiB free"),
+        ("echo '0, NVIDIA H200, 70000, 143771'", "warn", "--engine.vllm.gpu-memory-fraction 0.47"),
+        ("echo '0, NVIDIA H200, 2, 143771'", "fail", "the weights alone are 4 MiB"),
+        ("echo '0, NVIDIA GB10, [N/A], [N/A]'", "ok", "memory not told"),
+        ("echo 'Driver/library version mismatch' >&2; exit 18", "fail", "version mismatch"),
+    ],
+)
+def test_doctor_reads_the_gpus_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, level: str, told: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(4 << 20)
+    (found,) = check_gpus(tmp_path)
+    assert (found.level, told in found.line()) == (level, True)
+
+
+def test_doctor_names_adapter_targets_that_the_model_lacks(tmp_path: Path) -> None:
+    llama = save_tiny_model(tmp_path / "llama", "llama")
+    qwen = save_tiny_model(tmp_path / "qwen", "qwen3_5")
+    save_adapter(tmp_path / "of_llama", llama, "llama")
+    save_adapter(tmp_path / "of_qwen", qwen, "qwen3_5")
+
+    def targets(adapter: str, model: Path) -> doctor.Check:
+        flags = ("--adapter", str(tmp_path / adapter), "--model", str(model))
+        return _levels(*flags)["adapter targets"]
+
+    assert targets("of_llama", llama).level == "ok"
+    assert targets("of_qwen", qwen).level == "ok"
+    wrong = targets("of_qwen", llama)
+    assert (wrong.level, "in_proj_qkv" in wrong.text) == ("fail", True)
+    assert "lora.targets" in wrong.line()
+    missing = _levels("--adapter", str(tmp_path))["adapter"]
+    assert (missing.level, "adapter_config.json" in missing.remedy) == ("fail", True)
+
+
+def test_doctor_prints_json_with_the_same_status(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["doctor", "--redis-url", f"redis://127.0.0.1:{free_port()}", "--json"]
+    assert main(flags) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert found["redis"]["level"] == "fail"
+    assert set(found["redis"]) == {"name", "level", "text", "remedy"}
+    assert main(["doctor", "--port", str(free_port()), "--json"]) == 0
+
+
 def test_doctor_says_that_a_model_cannot_be_trained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     found = _levels("--model", str(tmp_path))["training"]
@@ -121,6 +250,10 @@ async def test_status_shows_stream_policy_and_replicas(
                 await bus.publish(topic, state.to_json(), 1, True)
         await client.xadd(control.episodes_key("x"), {"record": b""})
         await client.xadd(control.dead_key("x"), {"record": b""})
+        for number, reward in ((6, 0.25), (7, 0.5)):
+            figures = {"step": number, "time_s": time.time(), "reward/mean": reward}
+            step = {control.FIGURES_FIELD: json.dumps(figures)}
+            await client.xadd(control.steps_key("x"), step)
         flags = ["status", "--run", "x", "--redis-url", redis_url, "--mqtt-url", mqtt_url]
         # A replica that says it lives and does not answer is a fault.
         assert await asyncio.to_thread(main, [*flags, "--json"]) == 1
@@ -138,11 +271,28 @@ async def test_status_shows_stream_policy_and_replicas(
     assert [replica["alive"] for replica in state["replicas"]] == [False, True]
     assert "policy     version 3, rank 8, 6 tensors" in shown
     assert "1 in the stream, 1 undelivered, 0 pending, 1 dead" in shown
+    assert re.search(r"trainer    step 7, reward 0\.5, \d s ago", shown)
     assert "r-1  gone" in shown
     assert "versions 0, 3" in shown
     assert "version 4 waits for a slot, for 12 s and more: open episodes hold" in shown
     assert state["replicas"][1]["waiting_version"] == 4
     assert "error      127.0.0.1:" in shown
+
+
+async def test_status_of_a_live_replica_counts_its_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with scripted(lambda text: "four") as service:
+        async with OctopusClient.connect(service.address) as client, client.episode() as episode:
+            await episode.root.generate("2 + 2?")
+        stats = service.engine.stats
+        service.engine.stats = lambda: replace(  # type: ignore[method-assign]
+            stats(), tokens_recomputed={"eviction": 7, "refresh": 0}
+        )
+        flags = ["status", "--address", service.address]
+        assert await asyncio.to_thread(main, flags) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"tokens \d+ computed, \d+ sampled, recomputed 7 by eviction\n", shown)
 
 
 def test_status_needs_something_to_ask(

@@ -17,7 +17,8 @@ from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from harness_sdk.record import EpisodeRecord, Node, NodeKind, record_from_bytes, record_to_bytes
-from rollout_service.stream import EpisodeStream, read_server_settings, read_stream_state
+from rollout_service.redis_state import read_server_settings, read_stream_state
+from rollout_service.stream import EpisodeStream
 
 RUN = "test"
 KEY = control.episodes_key(RUN)
@@ -246,6 +247,7 @@ async def test_embedded_server_is_durable_and_alone_on_its_folder(tmp_path: Path
     async with embedded_valkey(tmp_path) as url:
         assert await read_server_settings(url) == {
             "appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction",
+            "maxmemory": "0",
         }  # fmt: skip
         with pytest.raises(ConfigError, match="another embedded Valkey"):
             async with embedded_valkey(tmp_path):

@@ -17,7 +17,7 @@ from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.errors import ConfigError, ServiceError, Unavailable
 from harness_sdk.record import record_from_bytes, record_to_bytes
-from rollout_service.stream import read_stream_state
+from rollout_service.redis_state import read_stream_state
 from tests.records import small_record
 from trainer_service.feed import NUM_READ, StreamFeed
 from trainer_service.groups import GroupAssembler

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from harness_sdk.cli.doctor import DURABLE
+from harness_sdk.cli.doctor.servers import DURABLE
 from harness_sdk.cli.settings import load_config, parse_arguments
 from rollout_service.config import RolloutConfig
 from trainer_service.config import TrainerConfig

@@ -17,7 +17,7 @@ from harness_sdk.cli.watch.episodes import Episodes
 
 if TYPE_CHECKING:
     from rollout_service.bus import BusState
-    from rollout_service.stream import StreamState
+    from rollout_service.redis_state import StreamState
 
 MAX_STEPS = 1000
 REDIS, BROKER, REPLICAS = "Redis", "MQTT broker", "replicas"

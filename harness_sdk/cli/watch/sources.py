@@ -24,7 +24,7 @@ from harness_sdk.cli.watch.board import BROKER, MAX_STEPS, REDIS, REPLICAS, Boar
 from harness_sdk.cli.watch.episodes import read_entry
 from harness_sdk.errors import ConfigError, HarnessError
 from rollout_service.bus import follow_bus_state
-from rollout_service.stream import stream_state
+from rollout_service.redis_state import stream_state
 
 logger = logging.getLogger(__name__)
 

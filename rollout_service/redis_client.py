@@ -1,0 +1,41 @@
+"""How this service reaches Redis, and what it says where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from harness_sdk import control
+from harness_sdk.errors import ConfigError, Unavailable
+
+
+def redis_client(url: str) -> Any:
+    """A client that gives up at once; it connects with its first command.
+
+    Raises:
+        ConfigError: `url` is no address.
+    """
+    try:
+        # Retries are the callers': each is logged and bounded by what its call can bear.
+        return redis.asyncio.Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=30,
+            socket_connect_timeout=5,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "redis.url is no address",
+            value=control.masked_url(url),
+            limit="redis://host:port/db",
+            remedy=str(error),
+        ) from error
+
+
+def away(error: Exception) -> Unavailable:
+    """The error of a server that cannot be reached, or refuses us."""
+    return Unavailable("Redis cannot be reached", value=error, remedy="start it or correct its URL")
