@@ -25,7 +25,8 @@ class Check:
         """The check as it is printed."""
         remedy = f"; fix: {self.remedy}" if self.remedy else ""
         # What servers and files said is in it.
-        return printable(f"{self.level:4}   {self.name}: {self.text}{remedy}")
+        told = " ".join(f"{self.name}: {self.text}{remedy}".split())
+        return printable(f"{self.level:4}   {told}")
 
 
 def failed(name: str, error: HarnessError) -> Check:
