@@ -110,7 +110,10 @@ class ServerOptions(Options):
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=64 * 1024, le=2**31 - 1)
     """Largest message in either direction; clients learn it when they connect."""
     token: SecretStr | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_TOKEN"})
-    """Bearer token that every call must carry."""
+    """Bearer token of scope admin, where everybody shares one."""
+    tokens: Path | None = None
+    """File of tokens, NAME SCOPE TOKEN in each line: agent reaches the episodes that its NAME
+    opened, trainer the status, admin everything."""
     tls_cert: Path | None = None
     """PEM of the certificate chain; set with tls_key."""
     tls_key: Path | None = None
@@ -280,10 +283,11 @@ class RolloutConfig(Options):
                 value=server.tls_client_ca,
                 remedy="set server.tls_cert and server.tls_key too",
             )
-        if server.host not in _LOOPBACK and server.token is None and server.tls_client_ca is None:
+        asks = (server.token, server.tokens, server.tls_client_ca)
+        if server.host not in _LOOPBACK and all(each is None for each in asks):
             raise ConfigError(
                 "server.host is open to others without server.token",
                 value=server.host,
                 limit="127.0.0.1 without authentication",
-                remedy="set OCTOPUS_TOKEN, or server.tls_client_ca for mutual TLS",
+                remedy="set OCTOPUS_TOKEN or server.tokens, or server.tls_client_ca for mutual TLS",
             )

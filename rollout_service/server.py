@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
@@ -25,6 +24,7 @@ from harness_sdk.errors import (
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1 import rollout_pb2_grpc
 from harness_sdk.types import BranchResult, Message, SamplingOptions
+from rollout_service.access import Access, Caller
 from rollout_service.background import Background
 from rollout_service.sessions import Call, OpenRequest, Sessions
 from rollout_service.sessions.replies import Queued
@@ -73,7 +73,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     max_message_bytes: int = _wire.DEFAULT_MAX_MESSAGE_BYTES,
-    auth_token: str | None = None,
+    access: Access | None = None,
     tls: grpc.ServerCredentials | None = None,
 ) -> RunningServer:
     """Start serving `sessions`.
@@ -83,14 +83,15 @@ async def serve(
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
         max_message_bytes: Largest message in either direction.
-        auth_token: Bearer token that every call must carry; None asks for none.
+        access: Tokens, one of which every call must carry; None asks for none.
         tls: Certificates; None serves plain text.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
+    access = access or Access()
     server = grpc.aio.server(
-        interceptors=[_BearerAuth(auth_token)] if auth_token else [],
+        interceptors=[] if access.is_open else [_BearerAuth(access)],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -104,7 +105,7 @@ async def serve(
             ("grpc.http2.max_ping_strikes", 0),
         ],
     )
-    servicer = RolloutServicer(sessions, max_message_bytes)
+    servicer = RolloutServicer(sessions, max_message_bytes, access)
     rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -136,22 +137,22 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _unary(method: Callable[[Any, Q], Awaitable[R]]) -> Any:
+def _unary(method: Callable[[Any, Q, Caller], Awaitable[R]]) -> Any:
     @functools.wraps(method)
     async def handler(self: Any, request: Q, context: Context) -> R:
         try:
-            return await method(self, request)
+            return await method(self, request, self._access.caller(_authorization(context)))
         except Exception as error:
             await abort(context, error)
 
     return handler
 
 
-def _streaming(method: Callable[[Any, Q, Context], Awaitable[None]]) -> Any:
+def _streaming(method: Callable[[Any, Q, Context, Caller], Awaitable[None]]) -> Any:
     @functools.wraps(method)
     async def handler(self: Any, request: Q, context: Context) -> None:
         try:
-            await method(self, request, context)
+            await method(self, request, context, self._access.caller(_authorization(context)))
         except Exception as error:
             await abort(context, error)
 
@@ -161,8 +162,9 @@ def _streaming(method: Callable[[Any, Q, Context], Awaitable[None]]) -> Any:
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     """One method per RPC; each converts, calls, converts."""
 
-    def __init__(self, sessions: Sessions, max_message_bytes: int) -> None:
+    def __init__(self, sessions: Sessions, max_message_bytes: int, access: Access) -> None:
         self._sessions = sessions
+        self._access = access
         self._max_message_bytes = max_message_bytes
         self._losing = Background()
 
@@ -171,7 +173,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         await self._losing.settle(timeout_s)
 
     @_unary
-    async def Connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
+    async def Connect(self, request: pb.ConnectRequest, caller: Caller) -> pb.ConnectReply:
         if request.protocol_version != _wire.PROTOCOL_VERSION:
             raise ProtocolError(
                 "client and service speak different protocol versions",
@@ -182,12 +184,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         return _wire.info_to_proto(self._sessions.info(self._max_message_bytes))
 
     @_streaming
-    async def OpenEpisode(self, request: pb.OpenEpisodeRequest, context: Context) -> None:
+    async def OpenEpisode(
+        self, request: pb.OpenEpisodeRequest, context: Context, caller: Caller
+    ) -> None:
         async def on_queued(queued: Queued) -> None:
             event = pb.EpisodeQueued(ahead=queued.ahead, kv_use=queued.kv_use)
             await context.write(pb.EpisodeEvent(queued=event))
 
-        opened = await self._sessions.open(_open_request_from_proto(request), on_queued)
+        opened = await self._sessions.open(_open_request_from_proto(request, caller), on_queued)
         try:
             event = pb.EpisodeOpened(
                 episode_id=opened.episode_id,
@@ -204,9 +208,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         await context.write(pb.EpisodeEvent(closed=pb.EpisodeClosed(stop_reason=reason)))
 
     @_streaming
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> None:
         events = self._sessions.generate(
-            _call_from_proto(request.call),
+            _call_from_proto(request.call, caller),
             _messages_from_proto(request),
             tools_json=request.tools_json,
             sampling=_sampling_from_proto(request),
@@ -222,14 +226,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 await context.write(reply)
 
     @_unary
-    async def Fork(self, request: pb.ForkRequest) -> pb.ForkReply:
+    async def Fork(self, request: pb.ForkRequest, caller: Caller) -> pb.ForkReply:
         branches = {branch.thread_id: branch.prompt for branch in request.branches}
         if len(branches) < len(request.branches):
             names = [branch.thread_id for branch in request.branches]
             raise InvalidRequest(
                 "branch names are not unique", value=", ".join(names), limit="each name once"
             )
-        reply = await self._sessions.fork(_call_from_proto(request.call), branches)
+        reply = await self._sessions.fork(_call_from_proto(request.call, caller), branches)
         return pb.ForkReply(
             head=reply.head,
             threads=[
@@ -239,8 +243,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
 
     @_unary
-    async def Rewind(self, request: pb.RewindRequest) -> pb.RewindReply:
-        call = _call_from_proto(request.call)
+    async def Rewind(self, request: pb.RewindRequest, caller: Caller) -> pb.RewindReply:
+        call = _call_from_proto(request.call, caller)
         reply = await self._sessions.rewind(call, request.step, request.note)
         return pb.RewindReply(
             head=reply.head,
@@ -251,8 +255,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
 
     @_unary
-    async def ReadThread(self, request: pb.ReadThreadRequest) -> pb.ReadThreadReply:
-        call = _call_from_proto(request.call)
+    async def ReadThread(self, request: pb.ReadThreadRequest, caller: Caller) -> pb.ReadThreadReply:
+        call = _call_from_proto(request.call, caller)
         reply = await self._sessions.read_thread(
             call, request.branch, request.first_step, request.last_step
         )
@@ -268,8 +272,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
 
     @_streaming
-    async def Wait(self, request: pb.WaitRequest, context: Context) -> None:
-        call = _call_from_proto(request.call)
+    async def Wait(self, request: pb.WaitRequest, context: Context, caller: Caller) -> None:
+        call = _call_from_proto(request.call, caller)
         events = self._sessions.wait(call, list(request.branches), request.timeout_s)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -288,24 +292,27 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 await context.write(reply)
 
     @_unary
-    async def Done(self, request: pb.DoneRequest) -> pb.DoneReply:
-        call = _call_from_proto(request.call)
+    async def Done(self, request: pb.DoneRequest, caller: Caller) -> pb.DoneReply:
+        call = _call_from_proto(request.call, caller)
         reply = await self._sessions.done(call, request.answer, request.evidence)
         return pb.DoneReply(head=reply.head, status=reply.status)
 
     @_unary
-    async def Cancel(self, request: pb.CancelRequest) -> pb.CancelReply:
-        call = _call_from_proto(request.call)
+    async def Cancel(self, request: pb.CancelRequest, caller: Caller) -> pb.CancelReply:
+        call = _call_from_proto(request.call, caller)
         return pb.CancelReply(cancelled_threads=await self._sessions.cancel(call, request.reason))
 
     @_unary
-    async def CloseEpisode(self, request: pb.CloseEpisodeRequest) -> pb.CloseEpisodeReply:
+    async def CloseEpisode(
+        self, request: pb.CloseEpisodeRequest, caller: Caller
+    ) -> pb.CloseEpisodeReply:
         result = await self._sessions.close(
             request.episode_id,
             reward=request.reward if request.HasField("reward") else None,
             error_kind=request.error_kind,
             error_message=request.error_message,
             idempotency_key=request.idempotency_key,
+            owner=caller.reaches,
         )
         return pb.CloseEpisodeReply(
             stop_reason=result.stop_reason,
@@ -315,7 +322,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
 
     @_unary
-    async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
+    async def Status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
         return _wire.server_status_to_proto(self._sessions.status())
 
     def _lose(self, episode_id: str, holder: int) -> None:
@@ -324,52 +331,54 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
 
 class _BearerAuth(grpc.aio.ServerInterceptor):
-    """Refuses every call without the token."""
+    """Refuses what the call's token does not hold, before its message is read."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, access: Access) -> None:
+        self._access = access
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        metadata: Any = handler_call_details.invocation_metadata
-        given = dict(metadata).get("authorization", "")
-        handler = await continuation(handler_call_details)
-        if hmac.compare_digest(str(given).encode(), self._expected) or handler is None:
+        details: Any = handler_call_details
+        handler = await continuation(details)
+        try:
+            given = dict(details.invocation_metadata).get("authorization", "")
+            self._access.caller(str(given)).require(details.method.rpartition("/")[2])
             return handler
-
-        async def refuse(request: Any, context: Context) -> None:
-            await abort(context, _no_token(bool(given)))
-
-        async def refuse_stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await abort(context, _no_token(bool(given)))
-            yield
-
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(refuse_stream)
-        return grpc.unary_unary_rpc_method_handler(refuse)
+        except AuthError as error:
+            return handler and _refusing(error, streams=handler.response_streaming)
 
 
-def _no_token(given: bool) -> AuthError:
-    return AuthError(
-        "the bearer token is wrong" if given else "the call carries no bearer token",
-        limit="the service's token",
-        remedy="give it as connect(token=...), --token or OCTOPUS_TOKEN",
-    )
+def _refusing(error: AuthError, *, streams: bool) -> Any:
+    async def refuse(request: Any, context: Context) -> None:
+        await abort(context, error)
+
+    async def refuse_stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        await abort(context, error)
+        yield
+
+    if streams:
+        return grpc.unary_stream_rpc_method_handler(refuse_stream)
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-def _call_from_proto(proto: pb.CallContext) -> Call:
+def _authorization(context: Context) -> str:
+    return str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+
+
+def _call_from_proto(proto: pb.CallContext, caller: Caller) -> Call:
     return Call(
         episode_id=proto.episode_id,
         thread_id=proto.thread_id,
         expected_head=proto.expected_head,
         idempotency_key=proto.idempotency_key,
+        owner=caller.reaches,
     )
 
 
-def _open_request_from_proto(proto: pb.OpenEpisodeRequest) -> OpenRequest:
+def _open_request_from_proto(proto: pb.OpenEpisodeRequest, caller: Caller) -> OpenRequest:
     return OpenRequest(
         episode_id=proto.episode_id,
         group_id=proto.group_id,
@@ -379,6 +388,7 @@ def _open_request_from_proto(proto: pb.OpenEpisodeRequest) -> OpenRequest:
         primitives=tuple(proto.primitives),
         version_policy=proto.version_policy,
         idempotency_key=proto.idempotency_key,
+        owner=caller.name,
     )
 
 

@@ -17,6 +17,7 @@ from harness_sdk._cancellation import end
 from harness_sdk.cli.settings import render_config
 from harness_sdk.control import ReplicaState
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
+from rollout_service.access import Access, read_tokens
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
 from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
@@ -293,7 +294,7 @@ async def _open_server(config: RolloutConfig, sessions: Sessions) -> RunningServ
         host=server.host,
         port=server.port,
         max_message_bytes=server.max_message_bytes,
-        auth_token=server.token.get_secret_value() if server.token is not None else None,
+        access=await asyncio.to_thread(_access, config),
         tls=await asyncio.to_thread(_server_credentials, config),
     )
 
@@ -307,12 +308,18 @@ async def _open_openai(config: RolloutConfig, port: int, sessions: Sessions) -> 
         host=server.host,
         port=port,
         max_body_bytes=server.max_message_bytes,
-        auth_token=server.token.get_secret_value() if server.token is not None else None,
+        access=await asyncio.to_thread(_access, config),
         tls=await asyncio.to_thread(_ssl_context, config),
         max_threads=config.openai.max_threads,
         idle_s=config.openai.idle_s,
         grace_s=server.grace_s,
     )
+
+
+def _access(config: RolloutConfig) -> Access:
+    server = config.server
+    shared = server.token.get_secret_value() if server.token is not None else None
+    return Access(shared, read_tokens(server.tokens) if server.tokens is not None else ())
 
 
 def _ssl_context(config: RolloutConfig) -> ssl.SSLContext | None:

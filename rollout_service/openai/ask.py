@@ -16,6 +16,8 @@ class SessionNames:
     """Empty finds the conversation by its history."""
     task: str = ""
     group: str = ""
+    owner: str = ""
+    """Whose token the request carries: nobody finds another's conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

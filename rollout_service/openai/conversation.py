@@ -77,6 +77,11 @@ class Conversation:
         self._taken: set[str] = set()
 
     @property
+    def owner(self) -> str:
+        """Whose it is."""
+        return self.episode.request.owner
+
+    @property
     def in_use(self) -> bool:
         """Whether a request runs."""
         return bool(self._taken)

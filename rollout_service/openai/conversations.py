@@ -27,13 +27,16 @@ from rollout_service.openai.ask import Ask, Placed, Reply, Said, SessionNames
 from rollout_service.openai.conversation import Conversation, Place, function_calls
 from rollout_service.openai.errors import ContextExceeded
 from rollout_service.openai.known_replies import KnownReplies
-from rollout_service.openai.messages import NO_HISTORY, digests
+from rollout_service.openai.messages import digests
 from rollout_service.openai.reply_text import ReplyText, plain_content
 from rollout_service.sessions import Call, OpenRequest, Sessions
 
 logger = logging.getLogger(__name__)
 
 _MAX_SWEEP_S = 1.0
+
+Name = tuple[str, str]
+"""Owner and key of a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +67,13 @@ class Conversations:
         self._idle_s = idle_s
         self._spare_s = min(spare_s, idle_s)
         self._num_queued = 0
-        self._open: dict[str, Conversation] = {}
-        self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = (
+        self._open: dict[Name, Conversation] = {}
+        self._opening: weakref.WeakValueDictionary[Name, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
         self._replies = KnownReplies()
         self._ending: dict[Conversation, asyncio.Task[Closed]] = {}
-        self._closed: OrderedDict[str, Closed] = OrderedDict()
+        self._closed: OrderedDict[Name, Closed] = OrderedDict()
         self._background = Background()
 
     async def take(self, ask: Ask, reply_id: str) -> AsyncGenerator[Placed | Said | Reply, None]:
@@ -102,18 +105,19 @@ class Conversations:
             if place is not None:
                 conversation.release(place)
 
-    async def close(self, key: str, *, reward: float | None) -> Closed:
-        """End a session and put its record in the stream; a repeat returns the first reply.
+    async def close(self, key: str, *, owner: str = "", reward: float | None) -> Closed:
+        """End a session of `owner` and put its record in the stream; a repeat returns the first
+        reply.
 
         Raises:
             EpisodeNotFound: No such session.
             InvalidRequest: The reward is outside [0, 1].
             Unavailable: The record could not be written; repeat the call.
         """
-        conversation = self._open.get(key)
+        conversation = self._open.get((owner, key))
         if conversation is None:
-            if key in self._closed:
-                return self._closed[key]
+            if (owner, key) in self._closed:
+                return self._closed[owner, key]
             raise EpisodeNotFound(
                 "no such session",
                 value=key,
@@ -164,7 +168,7 @@ class Conversations:
                     content = turn.text if has_text else plain_content(turn, ask.sampling.stop)
                     rest = text.finish(content, turn.reasoning)
                     reply = conversation.took(place, reply_id, turn, text, calls)
-                    if self._open.get(conversation.key) is conversation:
+                    if self._open.get(_name(conversation)) is conversation:
                         # One closed since the turn's end nobody would ever forget.
                         self._replies.remember(conversation, ask, reply_id)
                     yield rest
@@ -182,14 +186,16 @@ class Conversations:
         """The request's session, opened where there is none, and the digests of its history."""
         if ask.previous:
             return self._replies.continued(ask)
-        histories = digests(NO_HISTORY, ask.messages)
+        # Histories of different owners never meet.
+        histories = digests(ask.names.owner.encode(), ask.messages)
         if not ask.names.session:
             found = self._replies.by_history(ask, histories)
             return found or await self._begin(uuid.uuid4().hex, ask.names, named=False), histories
         key = ask.names.session
-        lock = self._opening.setdefault(key, asyncio.Lock())
+        name = (ask.names.owner, key)
+        lock = self._opening.setdefault(name, asyncio.Lock())
         async with lock:
-            conversation = self._open.get(key)
+            conversation = self._open.get(name)
             if conversation is not None and conversation.is_ending:
                 # Its name is free once the record is written.
                 await self._end(conversation, reward=None)
@@ -203,6 +209,7 @@ class Conversations:
             group_id=names.group,
             task_id=names.task,
             limits=Limits(max_threads=self._max_threads),
+            owner=names.owner,
         )
         self._num_queued += 1
         try:
@@ -210,7 +217,7 @@ class Conversations:
         finally:
             self._num_queued -= 1
         episode = self._sessions.episode(opened.episode_id)
-        self._open[key] = conversation = Conversation(key, episode, named=named)
+        self._open[names.owner, key] = conversation = Conversation(key, episode, named=named)
         return conversation
 
     def _is_over(self, conversation: Conversation, now_s: float) -> bool:
@@ -253,7 +260,7 @@ class Conversations:
             session=conversation.key, episode_id=episode_id, reward=reward, result=result
         )
         self._forget(conversation)
-        self._closed[conversation.key] = closed
+        self._closed[_name(conversation)] = closed
         while len(self._closed) > self._sessions.options.max_closed:
             self._closed.popitem(last=False)
         return closed
@@ -270,6 +277,10 @@ class Conversations:
             )
 
     def _forget(self, conversation: Conversation) -> None:
-        if self._open.get(conversation.key) is conversation:
-            del self._open[conversation.key]
+        if self._open.get(_name(conversation)) is conversation:
+            del self._open[_name(conversation)]
         self._replies.forget(conversation)
+
+
+def _name(conversation: Conversation) -> Name:
+    return conversation.owner, conversation.key

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
+from rollout_service.access import Access
 from rollout_service.openai.ask import Ask, Placed, Reply, Said
 from rollout_service.openai.bodies import read_body
 from rollout_service.openai.chat_body import ChatBody
@@ -39,15 +40,23 @@ class Endpoint:
         sessions: The episodes.
         conversations: The sessions that clients have open.
         model: Path or name of the model.
+        access: The tokens.
         stall_s: Seconds that a client has to send its body, and to take a piece of a stream.
     """
 
     def __init__(
-        self, sessions: Sessions, conversations: Conversations, model: str, *, stall_s: float
+        self,
+        sessions: Sessions,
+        conversations: Conversations,
+        model: str,
+        *,
+        access: Access,
+        stall_s: float,
     ) -> None:
         self._sessions = sessions
         self._conversations = conversations
         self._model = Path(model).name
+        self._access = access
         self._stall_s = stall_s
 
     def routes(self) -> list[web.RouteDef]:
@@ -71,7 +80,7 @@ class Endpoint:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """A chat completion of one or more choices."""
         body = read_body(ChatBody, await received(request, self._stall_s))
-        ask = body.to_ask(request.headers, self._sessions.options)
+        ask = self._ask(request, body)
         reply_id = f"chatcmpl-{uuid.uuid4().hex}"
         completion = Completion(reply_id, self._model, logprobs=bool(body.logprobs))
         choices = _choices(ask, reply_id, body.n)
@@ -86,7 +95,7 @@ class Endpoint:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """A response of text and function calls."""
         body = read_body(ResponsesBody, await received(request, self._stall_s))
-        ask = body.to_ask(request.headers, self._sessions.options)
+        ask = self._ask(request, body)
         reply_id = f"resp_{uuid.uuid4().hex}"
         response = Response(reply_id, self._model, body)
         taken = self._conversations.take(ask, reply_id)
@@ -101,7 +110,8 @@ class Endpoint:
         """The end of a session, with its reward."""
         body = read_body(_CloseBody, await received(request, self._stall_s) or b"{}")
         key = request.match_info["session"]
-        closed = await self._conversations.close(key, reward=body.reward)
+        owner = self._owner(request)
+        closed = await self._conversations.close(key, owner=owner, reward=body.reward)
         return web.json_response(
             {
                 "object": "octopus.session",
@@ -114,6 +124,13 @@ class Endpoint:
                 "num_tokens": closed.result.num_tokens,
             }
         )
+
+    def _ask(self, request: web.Request, body: ChatBody | ResponsesBody) -> Ask:
+        ask = body.to_ask(request.headers, self._sessions.options)
+        return replace(ask, names=replace(ask.names, owner=self._owner(request)))
+
+    def _owner(self, request: web.Request) -> str:
+        return self._access.caller(request.headers.get("Authorization", "")).name
 
     async def _whole_choices(
         self, choices: Sequence[tuple[Ask, str]]

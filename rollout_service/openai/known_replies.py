@@ -48,7 +48,8 @@ class KnownReplies:
             ParameterError: Nobody's, or it was sampled under other instructions.
         """
         response = self._responses.get(ask.previous)
-        if response is None or response.conversation.is_ending:
+        found = response is not None and response.conversation.owner == ask.names.owner
+        if response is None or not found or response.conversation.is_ending:
             raise ParameterError(
                 "no such response in an open session",
                 param="previous_response_id",

@@ -40,10 +40,6 @@ class ChatMessage:
         return json.dumps([self.role, self.content, calls, self.tool_call_id])
 
 
-NO_HISTORY = b""
-"""Digest of a history without messages."""
-
-
 def chain(history: bytes, message: ChatMessage) -> bytes:
     """Digest of a history with one more message."""
     return hashlib.sha256(history + message.identity.encode("utf-8", "surrogatepass")).digest()

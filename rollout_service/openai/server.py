@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ssl
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from harness_sdk._cancellation import end
-from harness_sdk.errors import AuthError, ConfigError
+from harness_sdk.errors import ConfigError
+from rollout_service.access import Access
 from rollout_service.openai.conversations import Conversations
 from rollout_service.openai.endpoint import Endpoint
 from rollout_service.openai.errors import (
@@ -58,7 +58,7 @@ async def serve_openai(
     host: str = "127.0.0.1",
     port: int = 0,
     max_body_bytes: int = _MAX_BODY_BYTES,
-    auth_token: str | None = None,
+    access: Access | None = None,
     tls: ssl.SSLContext | None = None,
     max_threads: int = 100,
     idle_s: float = 900.0,
@@ -73,7 +73,7 @@ async def serve_openai(
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
         max_body_bytes: Largest body of a request.
-        auth_token: Bearer token, the API key, that every request must carry; None asks for none.
+        access: Tokens, the API keys, one of which every request must carry; None asks for none.
         tls: Certificates; None serves plain HTTP.
         max_threads: Branches of a session.
         idle_s: Seconds without a request after which a session is closed.
@@ -84,12 +84,17 @@ async def serve_openai(
     Raises:
         ConfigError: The address cannot be bound.
     """
+    access = access or Access()
     conversations = Conversations(sessions, max_threads=max_threads, idle_s=idle_s, spare_s=spare_s)
     endpoint = Endpoint(
-        sessions, conversations, sessions.info(max_body_bytes).model, stall_s=stall_s
+        sessions,
+        conversations,
+        sessions.info(max_body_bytes).model,
+        access=access,
+        stall_s=stall_s,
     )
     # The first is the outermost.
-    middlewares = [_errors_as_json, *([_bearer_auth(auth_token)] if auth_token else [])]
+    middlewares = [_errors_as_json, _bearer_auth(access)]
     app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     app.add_routes(endpoint.routes())
     # A client that goes away cancels its handler, and with it the generation.
@@ -138,18 +143,12 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return web.json_response(error_json(wrong), status=http_status(wrong))
 
 
-def _bearer_auth(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
+def _bearer_auth(access: Access) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected):
-            raise AuthError(
-                "the API key is wrong" if given else "the request carries no API key",
-                limit="the service's token",
-                remedy="give the service's OCTOPUS_TOKEN as the client's api_key",
-            )
+        caller = access.caller(request.headers.get("Authorization", ""))
+        if request.method == "POST":
+            caller.require("Generate")
         return await handler(request)
 
     return check

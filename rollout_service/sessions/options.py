@@ -88,6 +88,8 @@ class OpenRequest:
     """keep | refresh"""
     idempotency_key: str = ""
     """A repeated key takes over the episode that the first call opened."""
+    owner: str = ""
+    """Who opens it; another owner's calls do not find it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class Call:
     """Head that the caller last saw; None skips the check (in-process callers)."""
     idempotency_key: str = ""
     """A repeated key returns the first call's reply; empty never repeats."""
+    owner: str | None = None
+    """Whose episodes the caller reaches; None reaches all (in-process callers)."""
 
 
 def resolve_limits(options: SessionOptions, asked: Limits, max_positions: int) -> EpisodeLimits:

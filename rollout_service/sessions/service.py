@@ -118,7 +118,7 @@ class Sessions:
         version_policy = check_request(self.options, request)
         limits = resolve_limits(self.options, request.limits, self._engine.info.max_positions)
         episode_id = request.episode_id or uuid.uuid4().hex
-        repeated = await self._repeated_opening(episode_id, request.idempotency_key)
+        repeated = await self._repeated_opening(episode_id, request)
         if repeated is not None:
             return self._hold(repeated)
         self._reserve_id(episode_id, request.idempotency_key)
@@ -159,7 +159,7 @@ class Sessions:
         with_events: bool = False,
     ) -> AsyncGenerator[TokenDelta | TurnReply, None]:
         """One model turn: deltas, then its reply. Closing the generator cancels the turn."""
-        episode = self.episode(call.episode_id)
+        episode = self.episode(call.episode_id, call.owner)
         request = TurnRequest(
             messages=tuple(messages),
             tools_json=tools_json,
@@ -204,7 +204,7 @@ class Sessions:
         self, call: Call, branches: Sequence[str] = (), timeout_s: float = 0.0
     ) -> AsyncGenerator[BranchResult | WaitReply, None]:
         """Each branch as it ends, then the reply; no branches means every child."""
-        episode = self.episode(call.episode_id)
+        episode = self.episode(call.episode_id, call.owner)
         if not timeout_s >= 0 or math.isinf(timeout_s):
             raise InvalidRequest("timeout_s is out of range", value=timeout_s, limit="0 or more")
         told = False
@@ -230,7 +230,7 @@ class Sessions:
 
     async def cancel(self, call: Call, reason: str = "") -> tuple[str, ...]:
         """End a thread and its descendants; the head is not checked."""
-        episode = self.episode(call.episode_id)
+        episode = self.episode(call.episode_id, call.owner)
         self._service.metrics.add("calls/cancel")
         return await episode.once(
             call, "cancel", lambda: branching.cancel(episode, call.thread_id, reason)
@@ -244,8 +244,12 @@ class Sessions:
         error_kind: str = "",
         error_message: str = "",
         idempotency_key: str = "",
+        owner: str | None = None,
     ) -> EpisodeResult:
         """Write the record, release everything. A repeat returns the first call's reply.
+
+        Args:
+            owner: Whose episodes the caller reaches; None reaches all.
 
         Raises:
             InvalidRequest: The reward is outside [0, 1].
@@ -259,7 +263,7 @@ class Sessions:
         before = self._closing.replies.get(episode_id)
         if before is not None and idempotency_key and before.key == idempotency_key:
             return before.result
-        episode = self.episode(episode_id)
+        episode = self.episode(episode_id, owner)
         reply = await self._closing.close(
             episode,
             stop_reason(episode, error_kind),
@@ -354,14 +358,18 @@ class Sessions:
             metrics=metrics,
         )
 
-    def episode(self, episode_id: str) -> Episode:
+    def episode(self, episode_id: str, owner: str | None = None) -> Episode:
         """The open episode of that id.
+
+        Args:
+            episode_id: Its id.
+            owner: Whose it must be; None takes anybody's.
 
         Raises:
             EpisodeNotFound: There is none.
         """
         episode = self._episodes.get(episode_id)
-        if episode is not None:
+        if episode is not None and owner in (None, episode.request.owner):
             return episode
         if self._failure is not None:
             raise self._failure.copy()
@@ -377,21 +385,23 @@ class Sessions:
     async def _run(
         self, call: Call, action: str, operation: Callable[..., Awaitable[T]], *args: Any
     ) -> T:
-        episode = self.episode(call.episode_id)
+        episode = self.episode(call.episode_id, call.owner)
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
 
     def _peak_use(self) -> float:
         footprints = [episode.footprint() for episode in self._episodes.values()]
         return self._forecast.peak_use(self._engine.stats(), footprints)
 
-    async def _repeated_opening(self, episode_id: str, key: str) -> Episode | None:
-        """The episode that the first call with `key` opened; waits while that one waits."""
+    async def _repeated_opening(self, episode_id: str, request: OpenRequest) -> Episode | None:
+        """The episode that the first call with its key opened; waits while that one waits."""
+        key = request.idempotency_key
         while key and self._opening.get(episode_id) == key:
             await asyncio.sleep(self.options.admission_poll_s)
         episode = self._episodes.get(episode_id)
         if episode is None or not key or episode.closing is not None:
             return None
-        return episode if episode.request.idempotency_key == key else None
+        first = episode.request
+        return episode if (first.idempotency_key, first.owner) == (key, request.owner) else None
 
     def _hold(self, episode: Episode) -> Opened:
         episode.holder += 1

@@ -13,6 +13,7 @@ from harness_sdk._wire import error_from_rpc
 from harness_sdk.errors import HarnessError
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1.rollout_pb2_grpc import RolloutStub
+from rollout_service.access import Access
 from rollout_service.engine.base import Engine
 from rollout_service.server import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
@@ -75,7 +76,7 @@ class OpenedEpisode:
 async def served(
     engine: Engine,
     *,
-    token: str | None = None,
+    access: Access | None = None,
     options: SessionOptions | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     **serving: Any,
@@ -84,7 +85,7 @@ async def served(
     sink = MemorySink()
     await engine.start()
     sessions = Sessions(engine, CHAT, sink, options or SessionOptions(run="r"))
-    server = await serve(sessions, auth_token=token, **serving)
+    server = await serve(sessions, access=access, **serving)
     address = server.address.replace("127.0.0.1", "localhost") if credentials else server.address
     channel = (
         grpc.aio.insecure_channel(address, options=_LARGE)

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from harness_sdk.errors import ConfigError
+from rollout_service.access import Access
 from rollout_service.openai import serve_openai
 from rollout_service.sessions import SessionOptions
 from tests.service.openai_service import TOOL, endpoint
@@ -105,7 +106,7 @@ async def test_bodies_and_paths_that_make_no_sense_get_error_json() -> None:
 
 
 async def test_request_without_the_token_is_refused() -> None:
-    async with endpoint(plain, api_key="wrong", auth_token="right") as service:
+    async with endpoint(plain, api_key="wrong", access=Access("right")) as service:
         with pytest.raises(openai.AuthenticationError) as caught:
             await service.client.models.list()
         assert caught.value.code == "invalid_api_key"

@@ -17,6 +17,7 @@ from harness_sdk import OctopusClient
 from harness_sdk.cli.settings import validate_config
 from harness_sdk.cli.stack import rollout_settings
 from harness_sdk.cli.stack_config import StackConfig
+from rollout_service.access import Access
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
 from tests.service.openai_service import endpoint
@@ -82,7 +83,7 @@ async def test_agent_of_the_documentation_earns_its_reward() -> None:
     def model(text: str) -> str:
         return "It is 77 m high." if "77 m" in text else calls(("lookup", {"key": "tower"}))
 
-    async with endpoint(model, auth_token="key") as service:
+    async with endpoint(model, access=Access("key")) as service:
         assert await names["episode"](service.url, "key", "tower-1") == 1.0
     (record,) = service.records.written
     assert (record.reward, len(record.nodes), len(record.threads)) == (1.0, 4, 1)

@@ -36,6 +36,7 @@ from harness_sdk.errors import (
     ThreadNotFound,
     Unavailable,
 )
+from rollout_service.access import Access
 from rollout_service.sessions import SessionOptions
 from tests.service.sdk_service import ScriptedEngine, calls, scripted
 from tests.service.test_server import certificate
@@ -294,7 +295,7 @@ async def test_message_over_the_limit_is_refused_by_either_end() -> None:
 
 
 async def test_token_opens_the_service_and_its_lack_does_not() -> None:
-    async with scripted(plain, auth_token="secret") as service:
+    async with scripted(plain, access=Access("secret")) as service:
         async with OctopusClient.connect(service.address, token="secret") as client:
             await client.status()
         for token in (None, "guess"):

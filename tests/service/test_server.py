@@ -30,6 +30,7 @@ from harness_sdk.errors import (
 )
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
+from rollout_service.access import Access
 from rollout_service.engine.dry import DRY_INFO
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.server import serve
@@ -311,7 +312,7 @@ async def test_a_5_mb_observation_passes_and_an_oversize_one_names_the_limit() -
 
 
 async def test_every_call_needs_the_token() -> None:
-    async with served(ScriptedEngine(), token="secret") as running:
+    async with served(ScriptedEngine(), access=Access("secret")) as running:
         rpcs = (
             lambda **k: running.stub.Connect(pb.ConnectRequest(protocol_version=1), **k),
             lambda **k: running.stub.OpenEpisode(pb.OpenEpisodeRequest(), **k),

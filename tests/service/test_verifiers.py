@@ -18,6 +18,7 @@ from harness_sdk.environments.verifiers import (
 )
 from harness_sdk.errors import ConfigError, ServiceError
 from harness_sdk.runner import GroupOutcome
+from rollout_service.access import Access
 from tests.service.openai_service import Endpoint, endpoint
 
 TASKSET = "sums_taskset"
@@ -100,7 +101,7 @@ async def test_a_wrong_token_is_told_at_once(
     environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTOPUS_TOKEN", "guess")
-    async with endpoint(second_thoughts, api_key="sesame", auth_token="sesame") as service:
+    async with endpoint(second_thoughts, api_key="sesame", access=Access("sesame")) as service:
         runner = VerifiersRunner(environment, options(service, group_size=1, num_groups=1))
         with pytest.raises(ServiceError, match="401"):
             await runner.run()
