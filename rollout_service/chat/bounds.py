@@ -1,8 +1,8 @@
-"""An end to how much a template makes: jinja's sandbox bounds only what it reaches.
+"""An end to how much and how long a template makes: jinja's sandbox bounds only what it reaches.
 
-`time_limit` stops a template between its steps; here are the steps that are large by themselves.
 Everything that joins, repeats or pads text is counted before it is done, and a rendering has so
-much to spend. Lists that a template takes apart again and again (`l[1:]`) are not counted.
+much to spend. Lists that a template takes apart again and again (`l[1:]`) are not counted. What
+may come again looks at the time: rounds of loops, calls, tests, filters and what they yield.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import contextlib
 import contextvars
 import functools
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.compiler
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
+
+from rollout_service.chat.time_limit import check_time
 
 MAX_MADE = 1 << 27
 """Characters that one rendering may make: a message of 4 MB passes through some twenty steps."""
@@ -41,6 +44,8 @@ _AS_TEXT = frozenset(
      "extend", "update"}
 )  # fmt: skip
 """Those that walk through all of it in one step."""
+_COMPARED = frozenset({"sort", "unique", "min", "max", "groupby", "dictsort"})
+"""Filters that compare items, of which they make copies in small letters."""
 _ESCAPED = 9
 """Characters that one becomes at most: percent-encoded UTF-8."""
 
@@ -90,7 +95,7 @@ def extent(value: Any) -> int:
 
 
 class BoundedEnvironment(jinja2.sandbox.SandboxedEnvironment):
-    """jinja's sandbox, whose operators, calls and filters are counted."""
+    """jinja's sandbox, whose operators, calls, filters and rounds of loops are counted."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -98,6 +103,9 @@ class BoundedEnvironment(jinja2.sandbox.SandboxedEnvironment):
         # Folding constants would do at once, and uncounted, what rendering may never come to.
         super().__init__(optimized=False, finalize=_counted, **options)
         self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
+        self.tests = {name: _timed(each) for name, each in self.tests.items()}
+        # Random text, which no history can be made of, and as much of it as a number says.
+        del self.globals["lipsum"]
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """Give templates a filter, counted as the others are."""
@@ -113,10 +121,21 @@ class BoundedEnvironment(jinja2.sandbox.SandboxedEnvironment):
         return "".join(joined)
 
     @staticmethod
+    def step() -> Literal[True]:
+        """A round of a loop."""
+        check_time()
+        return True
+
+    @staticmethod
     def joined(parts: Sequence[Any]) -> str:
         """The operator `~`."""
         spend(sum(extent(part) for part in parts))
         return jinja2.runtime.str_join(parts)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """An item, and each name of the path by which a filter sorts or groups."""
+        check_time()
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An intercepted operator."""
@@ -134,6 +153,7 @@ class BoundedEnvironment(jinja2.sandbox.SandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of a method or function."""
+        check_time()
         # The sandbox puts a function of its own in front of str.format.
         method = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -145,7 +165,16 @@ class BoundedEnvironment(jinja2.sandbox.SandboxedEnvironment):
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Compiles `~`, which no sandbox intercepts, to a call that is counted."""
+    """Compiles what no sandbox intercepts to calls: `~`, and the rounds of a loop."""
+
+    def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
+        # Compiled as it is written: the node of a call would pass through the sandbox each round.
+        step = jinja2.nodes.EnvironmentAttribute("step()")
+        node.body.insert(0, jinja2.nodes.ExprStmt(step, lineno=node.lineno))
+        if node.test is not None:
+            # The rounds that it leaves out come before the body.
+            node.test = jinja2.nodes.And(step, node.test, lineno=node.lineno)
+        super().visit_For(node, frame)
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
         self.write("environment.joined((")
@@ -167,14 +196,32 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **kwargs: Any) -> Any:
         if len(args) > at:
             value, rest = args[at], args[at + 1 :]
-            if name == "join" and not isinstance(value, list | tuple | str | dict):
+            one_by_one = not isinstance(value, list | tuple | str | dict)
+            if one_by_one and (name == "join" or name in _COMPARED):
                 value = list(value)
             args = (*args[:at], value, *_foresee(name, value, rest, kwargs))
         result = function(*args, **kwargs)
         spend(_length(result))
-        return result
+        return _each_timed(result) if isinstance(result, types.GeneratorType) else result
 
     return bounded
+
+
+def _timed(test: Callable[..., bool]) -> Callable[..., bool]:
+    """A test that looks at the time: filters try it on item after item."""
+
+    @functools.wraps(test)
+    def timed(*args: Any, **kwargs: Any) -> bool:
+        check_time()
+        return test(*args, **kwargs)
+
+    return timed
+
+
+def _each_timed(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        check_time()
+        yield item
 
 
 def _foresee(
@@ -194,6 +241,8 @@ def _foresee(
         _spend_on_format(value, given)
     elif name == "translate":
         spend(_length(value) * extent(given))
+    elif name in _COMPARED:
+        spend(extent(value))
     elif name in _PADDING:
         spend(extent(value) * (1 + max((abs(n) for n in given if isinstance(n, int)), default=0)))
     elif name in _AS_TEXT:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import contextvars
+import math
 import time
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
-import jinja2
-
-_TEMPLATE_FILE = "<template>"
-_JINJA = jinja2.__name__
+_end_s: contextvars.ContextVar[float] = contextvars.ContextVar("end_s", default=math.inf)
+"""On the monotonic clock."""
 
 
 class TimeIsUp(BaseException):
@@ -21,26 +18,23 @@ class TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Stop templates that this thread renders in the block after `seconds`.
+    """Stop templates that are rendered in the block after `seconds`.
 
     Raises:
-        TimeIsUp: One was stopped, between two of its lines: one endless operation is not.
+        TimeIsUp: One was stopped, between two of its steps: one endless operation is not.
     """
-    end_s = time.monotonic() + seconds
-
-    def check(frame: FrameType, event: str, given: Any) -> Any:
-        if time.monotonic() > end_s:
-            raise TimeIsUp
-        return check
-
-    def enter(frame: FrameType, event: str, given: Any) -> Any:
-        module = frame.f_globals.get("__name__") or ""
-        traced = frame.f_code.co_filename == _TEMPLATE_FILE or module.startswith(_JINJA)
-        return check(frame, event, given) if traced else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
+    token = _end_s.set(min(_end_s.get(), time.monotonic() + seconds))
     try:
         yield
     finally:
-        sys.settrace(before)
+        _end_s.reset(token)
+
+
+def check_time() -> None:
+    """What compiled templates call at each step that may come again.
+
+    Raises:
+        TimeIsUp: The limit is reached.
+    """
+    if time.monotonic() > _end_s.get():
+        raise TimeIsUp

@@ -75,15 +75,16 @@ def test_a_template_that_cannot_be_appended_to_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*EXPECTED, *REFUSED])
 def test_a_probe_takes_a_fraction_of_a_second(name: str) -> None:
-    # Not the clock on the wall, which a busy machine slows.
-    began = time.process_time()
-    if name in EXPECTED:
-        new_renderer(name)
-    else:
-        with pytest.raises(TemplateRefused):
-            probe(chat_template(name))
-    # Measured: 0.02 to 0.3 s, of which most is jinja compiling the template.
-    assert time.process_time() - began < 1
+    def start_up() -> float:
+        # Not the clock on the wall, which a busy machine slows.
+        began = time.process_time()
+        with contextlib.suppress(TemplateRefused):
+            new_renderer(name)
+        return time.process_time() - began
+
+    # Promised are 0.2 s, and 0.08 is the most that was measured. Twice the promise: a core that
+    # a shared machine splits or slows counts more CPU time for the same work.
+    assert any(start_up() < 2 * 0.2 for _ in range(3))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
