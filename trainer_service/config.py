@@ -159,6 +159,14 @@ class OptimOptions(Options):
     """Non-finite steps in a row that stop the run."""
 
 
+class RanksOptions(Options):
+    """How the processes of one trainer, which torchrun starts, divide the work."""
+
+    sharding: Literal["none", "fsdp"] = "none"
+    """With none every process holds the whole base model; with fsdp each holds its part of every
+    layer, which FSDP2 gathers while the layer computes. Episodes are divided either way."""
+
+
 class CheckpointOptions(Options):
     """What is kept to resume from."""
 
@@ -245,6 +253,7 @@ class TrainerConfig(Options):
     batch: BatchOptions = BatchOptions()
     loss: LossOptions = LossOptions()
     optim: OptimOptions = OptimOptions()
+    ranks: RanksOptions = RanksOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     redis: RedisOptions = RedisOptions()
     mqtt: MqttOptions = MqttOptions()
@@ -312,6 +321,12 @@ class TrainerConfig(Options):
                 "batch.max_piece_tokens",
                 "model.activation_checkpointing",
                 "remove one: pieces compute their activations again already",
+            )
+        if self.batch.max_piece_tokens is not None and self.ranks.sharding != "none":
+            raise _pair(
+                f"ranks.sharding {self.ranks.sharding}",
+                "batch.max_piece_tokens",
+                "use model.activation_checkpointing in place of pieces, or ranks.sharding none",
             )
         self._check_optim()
         return self

@@ -25,7 +25,7 @@ def follow(config: TrainerConfig, ranks: Ranks) -> None:
         ConfigError: The base model here is not the leader's.
         EngineError: The leader or another follower is gone.
     """
-    policy = load_policy(config, None)
+    policy = load_policy(config, None, ranks)
     optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
     copy_leader(policy, optimizer, ranks)
     log.info("process %d of %d follows", ranks.rank, ranks.size)

@@ -61,7 +61,7 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
         (config.folder / name).mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(config.folder))
-        run = await asyncio.to_thread(RunState.load, config)
+        run = await asyncio.to_thread(RunState.load, config, ranks)
         await asyncio.to_thread(copy_leader, run.policy, run.optimizer, ranks)
         link = bus = None
         if config.batch.records is None or config.publishes:
@@ -222,7 +222,7 @@ class _Loop:
         if self._publisher is None:
             return
         with _timed(values, "seconds/publish"):
-            served = await asyncio.to_thread(self._run.served)
+            served = await asyncio.to_thread(self._run.served, self._ranks)
             needed = self._config.publish.min_replicas
             published = await self._unless_stopped(
                 self._publisher.publish(served, min_replicas=needed)
@@ -238,7 +238,7 @@ class _Loop:
         """The newest version once more: the last process may have ended before it was served."""
         if self._publisher is None or self._run.progress.version == 0:
             return
-        served = await asyncio.to_thread(self._run.served)
+        served = await asyncio.to_thread(self._run.served, self._ranks)
         # Replicas may still be loading their model.
         await self._unless_stopped(self._publisher.publish(served, min_replicas=0))
 

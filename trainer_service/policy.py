@@ -12,6 +12,7 @@ import peft
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from harness_sdk.errors import ConfigError
@@ -34,6 +35,7 @@ from trainer_service.models import (
 )
 from trainer_service.objectives.base import PackedLogprobs
 from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
+from trainer_service.sharding import shard_layers
 from trainer_service.strip import Strip
 from tree_kernels.layout import Layout, PieceLayout
 from tree_kernels.logprob import action_logprobs
@@ -76,6 +78,8 @@ class Policy:
         self._adapter = adapter
         self._model_path = Path(model_path)
         self._logit_scale = hooks.logit_scale(config)
+        self.is_sharded = False
+        """Whether ranks hold parts of the base weights, and compute together."""
 
     @classmethod
     def load(
@@ -89,6 +93,7 @@ class Policy:
         mount_layers: tuple[int, ...] | None = None,
         activation_checkpointing: bool = False,
         activation_tile_tokens: int = 16_384,
+        mesh: DeviceMesh | None = None,
     ) -> Policy:
         """Load a model folder.
 
@@ -101,6 +106,7 @@ class Policy:
             mount_layers: Decoder layers that read mounts; None takes the architecture's own.
             activation_checkpointing: Keep one activation per layer and compute the rest again.
             activation_tile_tokens: With it, rows of a dense feed-forward part in memory at once.
+            mesh: Ranks that the base weights are divided among; None keeps all of them here.
 
         Raises:
             ConfigError: No model in the folder, or an unknown dtype, device, architecture or LoRA
@@ -109,8 +115,9 @@ class Policy:
         """
         if dtype not in _DTYPES:
             raise ConfigError("unknown dtype", value=dtype, limit=", ".join(_DTYPES))
-        return cls.from_model(
-            _load_model(Path(model_path), dtype, device),
+        # To be divided, the whole model need not fit the device: layers go there one by one.
+        policy = cls.from_model(
+            _load_model(Path(model_path), dtype, device if mesh is None else "cpu"),
             model_path=model_path,
             lora=lora,
             adapter_path=adapter_path,
@@ -118,6 +125,9 @@ class Policy:
             activation_checkpointing=activation_checkpointing,
             activation_tile_tokens=activation_tile_tokens,
         )
+        if mesh is not None:
+            policy.shard(mesh, device)
+        return policy
 
     @classmethod
     def from_model(
@@ -150,6 +160,20 @@ class Policy:
         # Hugging Face checkpoints in training mode only; no layer here drops anything out.
         model.train(activation_checkpointing)
         return cls(model, model_path=model_path, mount_layers=mount_layers, adapter=adapter)
+
+    def shard(self, mesh: DeviceMesh, device: str) -> None:
+        """Divide the base weights among the ranks of `mesh`; each of them calls it.
+
+        From then on every pass is one of all ranks: each calls `logprobs` and what is built on it
+        as often as the others.
+
+        Args:
+            mesh: Ranks, in one dimension.
+            device: Where this one computes.
+        """
+        shard_layers(self._model, mesh)
+        self._model.to(device)
+        self.is_sharded = True
 
     def logprobs(self, strip: Strip, *, max_piece_tokens: int | None = None) -> PackedLogprobs:
         """Log-probability and entropy of every action of `strip`, differentiable.

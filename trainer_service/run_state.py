@@ -18,7 +18,9 @@ from trainer_service.checkpoint import Checkpoint, CheckpointStore, copy_durably
 from trainer_service.config import TrainerConfig
 from trainer_service.optim import Optimizer
 from trainer_service.policy import LoraOptions, Policy
+from trainer_service.probe import probe_logprobs
 from trainer_service.publish import Served
+from trainer_service.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +63,19 @@ class RunState:
             self._resume(found)
 
     @classmethod
-    def load(cls, config: TrainerConfig) -> RunState:
-        """Load model and newest checkpoint; blocking. Random numbers begin at the run's seed."""
+    def load(cls, config: TrainerConfig, ranks: Ranks | None = None) -> RunState:
+        """Load model and newest checkpoint; blocking. Random numbers begin at the run's seed.
+
+        Args:
+            config: Of the service.
+            ranks: Processes that this one leads; None leads none.
+        """
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         store = CheckpointStore(config.folder / "checkpoints", keep=config.checkpoint.keep)
         found = store.newest()
         adapter = found.adapter if found is not None else config.lora.adapter
-        run = cls(config, load_policy(config, adapter), store, found)
+        run = cls(config, load_policy(config, adapter, ranks), store, found)
         if found is None and config.lora.adapter is not None:
             # A given adapter is no base model: it is served as version 1.
             run.progress = Progress(version=1, probe_token_ids=_FIRST_PROBE)
@@ -92,8 +99,8 @@ class RunState:
         if self.progress.version > self._kept_version:
             self._keep_adapter(saved.adapter)
 
-    def served(self) -> Served:
-        """What replicas must serve as the current version; runs the probe."""
+    def served(self, ranks: Ranks | None = None) -> Served:
+        """What replicas must serve as the current version; runs the probe, `ranks` with it."""
         probe = self.progress.probe_token_ids
         return Served(
             version=self.progress.version,
@@ -101,7 +108,7 @@ class RunState:
             base_model=self.policy.model_hash,
             checksums=self.policy.checksums(),
             probe_token_ids=probe,
-            probe_logprobs=self.policy.token_logprobs(probe),
+            probe_logprobs=probe_logprobs(self.policy, probe, ranks or Ranks()),
         )
 
     @property
@@ -148,8 +155,13 @@ class RunState:
         )
 
 
-def load_policy(config: TrainerConfig, adapter: Path | None) -> Policy:
-    """The base model with a new adapter, or the one in the folder `adapter`."""
+def load_policy(config: TrainerConfig, adapter: Path | None, ranks: Ranks | None = None) -> Policy:
+    """The base model with a new adapter, or the one in the folder `adapter`.
+
+    Raises:
+        ConfigError: `ranks.sharding` asks for more processes than `ranks` has.
+    """
+    mesh = (ranks or Ranks()).mesh(config.ranks.sharding)
     assert config.model.path is not None
     return Policy.load(
         config.model.path,
@@ -165,6 +177,7 @@ def load_policy(config: TrainerConfig, adapter: Path | None) -> Policy:
         mount_layers=config.model.mount_layers,
         activation_checkpointing=config.model.activation_checkpointing,
         activation_tile_tokens=config.model.activation_tile_tokens,
+        mesh=mesh,
     )
 
 

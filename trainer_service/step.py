@@ -3,7 +3,8 @@
 Synchronous; the loop runs it on a thread. A tree never crosses a step. Groups whose advantages are
 all 0 teach nothing where every term of the objective is multiplied by the advantage: they count in
 every mean and are not computed. Every rank computes strips of its own share; their gradients are
-added, and each rank makes the same step.
+added, and each rank makes the same step. Where base weights are sharded, all ranks go through the
+model equally often, some of them without an episode.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.model_cost import ModelCost
 from trainer_service.batch_figures import batch_figures, token_figures
 from trainer_service.config import TrainerConfig
-from trainer_service.dag import pack_episodes
+from trainer_service.dag import flat_episode, pack_episodes
 from trainer_service.feed import Batch
 from trainer_service.figures import StripFigures
 from trainer_service.groups import Scored
 from trainer_service.objectives import OBJECTIVES, ObjectiveOptions
 from trainer_service.optim import Optimizer, StepOutcome
 from trainer_service.policy import Policy
+from trainer_service.probe import Probe
 from trainer_service.ranks import Ranks
 from trainer_service.share import Share, divide, split_episodes
 from trainer_service.strip import Strip
@@ -112,6 +114,10 @@ def follow_steps(policy: Policy, optimizer: Optimizer, config: TrainerConfig, ra
         EngineError: Another rank ended.
     """
     while (share := ranks.scatter(None)) is not None:
+        if isinstance(share, Probe):
+            with ranks.told():
+                policy.token_logprobs(share.token_ids)
+            continue
         stepped = _take_share(policy, optimizer, share, config, ranks)
         _gathered(stepped, ranks)
 
@@ -159,8 +165,12 @@ def _take_share(
     options = _options(share, int(num_actions), config)
     optimizer.zero_grad()
     loss = 0.0
-    for part in parts:
-        loss += _accumulate(policy, part, share, config, options, figures)
+    passes = ranks.most(len(parts)) if policy.is_sharded else len(parts)
+    with ranks.told():
+        for part in parts:
+            loss += _accumulate(policy, part, share, config, options, figures)
+        for _ in range(len(parts), passes):
+            _keep_pace(policy, share, options)
     figures.seconds = time.monotonic() - begin
     if not share.teaches or not parts:
         _zero_gradients(optimizer)
@@ -245,6 +255,17 @@ def _accumulate(
         return 0.0
     output.loss.backward()
     return float(output.loss.detach())
+
+
+def _keep_pace(policy: Policy, share: Share, options: ObjectiveOptions) -> None:
+    """A pass that teaches nothing: others need this rank's part of the weights for theirs."""
+    strip = flat_episode((0, 0))
+    if options.kl_coef:
+        policy.reference_logprobs(strip)
+    with torch.set_grad_enabled(share.teaches):
+        logprobs = policy.logprobs(strip).policy_logprobs
+    if share.teaches:
+        logprobs.backward(torch.zeros_like(logprobs))
 
 
 def _zero_gradients(optimizer: Optimizer) -> None:

@@ -42,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
-    if int(os.environ.get("RANK", "0")):
+    from trainer_service.launch import place
+
+    rank, _ = place()
+    if rank:
         _follow(config)
         return 0
     resolved = render_config(config, "json")

@@ -1,4 +1,5 @@
-"""Two processes on a GPU each, gradients through NCCL, beside one process on one GPU."""
+"""Two processes on a GPU each, gradients through NCCL, beside one process on one GPU; then with the
+base weights divided between them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
 
 
-def _config(folder: Path, model: Path, run: str) -> TrainerConfig:
+def _config(folder: Path, model: Path, run: str, sharding: str = "none") -> TrainerConfig:
     records = folder / "r.records"
     if not records.exists():
         write_records(
@@ -44,6 +45,7 @@ def _config(folder: Path, model: Path, run: str) -> TrainerConfig:
     return run_config(
         folder, model, run,
         objective="sft",
+        ranks={"sharding": sharding},
         max_steps=2,
         batch={"records": records, "episodes_per_step": 4},
         # Adam's first steps are the gradient's sign: plain noise where it is nearly 0.
@@ -51,8 +53,10 @@ def _config(folder: Path, model: Path, run: str) -> TrainerConfig:
     ).on_device("cuda")  # fmt: skip
 
 
-async def test_two_gpus_make_the_steps_of_one(tmp_path: Path, model: Path) -> None:
-    alone, together = (_config(tmp_path, model, run) for run in ("alone", "together"))
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+async def test_two_gpus_make_the_steps_of_one(tmp_path: Path, model: Path, sharding: str) -> None:
+    alone = _config(tmp_path, model, "alone")
+    together = _config(tmp_path, model, "together", sharding)
     for config, count in ((alone, 1), (together, 2)):
         code, output = await run_ranks(config, count)
         assert code == 0, output

@@ -19,7 +19,7 @@ from tests.tiny_models import save_tiny_model
 from tests.trainer_process import run_trainer
 from tests.trainer_ranks import run_ranks
 from tests.trainer_runs import run_config
-from trainer_service.config import TrainerConfig
+from trainer_service.config import RanksOptions, TrainerConfig
 from trainer_service.metrics import read_metrics
 from trainer_service.stream import RedisLink
 
@@ -73,7 +73,7 @@ def _adapter(config: TrainerConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-async def test_two_processes_equal_one_through_a_death_and_other_numbers_of_them(
+async def test_two_processes_equal_one_through_a_death_and_other_numbers_and_shards(
     tmp_path: Path, model: Path, redis_url: str
 ) -> None:
     alone = _config(tmp_path, model, "alone", redis_url)
@@ -81,11 +81,12 @@ async def test_two_processes_equal_one_through_a_death_and_other_numbers_of_them
         # Started anew as often: checkpoints hold adapters in float32.
         assert await run_trainer(alone.model_copy(update={"max_steps": step})) == 0
     together = _config(tmp_path, model, "together", redis_url)
-    code, output = await run_ranks(together, 2, dies=(1, 2))
+    sharded = together.model_copy(update={"ranks": RanksOptions(sharding="fsdp")})
+    code, output = await run_ranks(sharded, 2, dies=(1, 2))
     assert code != 0
-    assert "another process of this trainer is gone" in output
+    assert "another process of this trainer is gone; got process 1 of 2" in output
     assert [path.name for path in (together.folder / "adapters").iterdir()] == ["1"]
-    # Resumed by one process, and from there by two again.
+    # Resumed by one process, and from there by two again, whose weights are whole.
     assert await run_trainer(together.model_copy(update={"max_steps": 2})) == 0
     code, output = await run_ranks(together, 2)
     assert code == 0, output

@@ -81,5 +81,6 @@ def test_a_numbered_device_is_refused_for_several_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=r"cuda:1, process 0.*nproc-per-node"):
         Ranks.join("cuda:1")

@@ -1,0 +1,119 @@
+"""Base weights divided among two processes: every number is that of one process alone."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness_sdk.errors import ConfigError
+from harness_sdk.record import EpisodeRecord
+from tests.random_records import random_record
+from tests.rank_processes import Stepped, step_once
+from tests.tiny_models import save_tiny_model
+from tests.trainer_runs import run_config
+from trainer_service.config import TrainerConfig
+from trainer_service.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
+
+
+def _records(count: int) -> list[EpisodeRecord]:
+    """Episodes of one group, each larger than the one before."""
+    return [
+        random_record(
+            np.random.default_rng(index),
+            300,
+            episode_id=f"episode-{index}",
+            group_id="group",
+            num_events=4 + 2 * index,
+            mount_layers=(2, 5),
+            reward=float(index == 0),
+        )
+        for index in range(count)
+    ]
+
+
+def _config(folder: Path, model: Path, sharding: str, **fields: Any) -> TrainerConfig:
+    own = {"path": model, "activation_checkpointing": fields.pop("checkpointing", False)}
+    return run_config(
+        folder, model, sharding,
+        model=own,
+        # Each episode is a strip.
+        batch={"groups_per_step": 1, "group_size": 2, "max_policy_lag": 9, "max_strip_tokens": 1},
+        ranks={"sharding": sharding},
+        **fields,
+    )  # fmt: skip
+
+
+def _steps(
+    folder: Path, model: Path, records: list[EpisodeRecord], **fields: Any
+) -> tuple[Stepped, list[Stepped]]:
+    """Of one process with all weights, and of two that divide them."""
+    found = []
+    for sharding, num_ranks in (("none", 1), ("fsdp", 2)):
+        config = _config(folder, model, sharding, **fields)
+        config.folder.mkdir(parents=True)
+        ended = step_once(config, records, num_ranks, folder / f"left-{sharding}")
+        assert [each.exit_code for each in ended] == [0] * num_ranks, ended
+        found.append([each.stepped for each in ended if each.stepped is not None])
+    return found[0][0], found[1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_strip_each_gives_the_bits_of_one_process(
+    tmp_path: Path, model: Path, checkpointing: bool
+) -> None:
+    alone, together = _steps(tmp_path, model, _records(2), checkpointing=checkpointing)
+    assert together[0].loss == alone.loss
+    assert together[0].probe == alone.probe
+    for stepped in together:
+        assert 0 < stepped.num_weights < 0.7 * alone.num_weights
+        for name, wanted in alone.gradients.items():
+            assert wanted.any(), name
+            assert torch.equal(stepped.gradients[name], wanted), name
+        assert stepped.adapter.keys() == alone.adapter.keys()
+        for name, wanted in alone.adapter.items():
+            assert torch.equal(stepped.adapter[name], wanted), name
+
+
+def test_ranks_with_fewer_strips_keep_pace(tmp_path: Path, model: Path) -> None:
+    # Five strips on two ranks, and a second pass for the KL.
+    alone, together = _steps(tmp_path, model, _records(5), loss={"kl_coef": 0.1})
+    assert together[0].loss == pytest.approx(alone.loss, rel=1e-6)
+    for name, wanted in alone.gradients.items():
+        for stepped in together:
+            assert float((stepped.gradients[name] - wanted).abs().max()) <= 1e-6, name
+
+
+def test_more_ranks_than_strips_and_a_step_that_teaches_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    records = _records(1) * 2
+    alone, together = _steps(tmp_path, model, records)
+    assert together[0].loss == alone.loss == 0.0
+    for stepped in together:
+        assert not any(gradient.any() for gradient in stepped.gradients.values())
+
+
+def test_a_rank_that_dies_in_a_pass_ends_the_other_which_names_it(
+    tmp_path: Path, model: Path
+) -> None:
+    config = _config(tmp_path, model, "fsdp")
+    config.folder.mkdir(parents=True)
+    leader, follower = step_once(config, _records(2), 2, tmp_path / "left", dies=1)
+    assert follower.exit_code == -signal.SIGKILL
+    assert leader.exit_code == 1
+    assert "another process of this trainer is gone; got process 1 of 2" in leader.error
+
+
+def test_a_single_process_has_nobody_to_share_with() -> None:
+    with pytest.raises(ConfigError, match=r"ranks\.sharding fsdp.*a single process.*torchrun"):
+        Ranks().mesh("fsdp")
