@@ -211,7 +211,7 @@ def _optional(leaves: Tensors) -> dict[str, torch.Tensor | None]:
 
 def run_triton(operator: Operator, case: ScanCase, leaves: Tensors) -> Tensors:
     """Outputs, end states and gradients of the kernels."""
-    return _with_gradients(*forward(operator, case, leaves), leaves)
+    return _with_gradients(*forward(operator, case, leaves), leaves, leaves)
 
 
 def run_naive(operator: Operator, case: ScanCase, leaves: Tensors) -> Tensors:
@@ -220,12 +220,19 @@ def run_naive(operator: Operator, case: ScanCase, leaves: Tensors) -> Tensors:
     out, ends = operator.naive(
         **_optional(exact), layout=case.tree.layout, end_nodes=case.end_nodes, chunk_size=16
     )
-    return _with_gradients(out, ends, exact)
+    return _with_gradients(out, ends, exact, leaves)
 
 
-def _with_gradients(out: torch.Tensor, ends: torch.Tensor, leaves: Tensors) -> Tensors:
+def _with_gradients(
+    out: torch.Tensor, ends: torch.Tensor, leaves: Tensors, given_leaves: Tensors
+) -> Tensors:
+    """Gradients of `leaves` under upstream ones rounded to the type of `given_leaves`."""
     generator = torch.Generator().manual_seed(3)
-    upstream = [torch.randn(each.shape, generator=generator) for each in (out, ends)]
+    dtype = next(iter(given_leaves.values())).dtype
+    upstream = [
+        torch.randn(out.shape, generator=generator).to(dtype),
+        torch.randn(ends.shape, generator=generator),
+    ]
     grads = torch.autograd.grad(
         (out, ends),
         list(leaves.values()),

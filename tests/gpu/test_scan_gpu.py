@@ -24,7 +24,7 @@ from tree_kernels.chain_scan import default_block_t
 pytestmark = pytest.mark.gpu
 
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative RMS error of outputs and gradients."""
+"""Relative RMS error of outputs and gradients; of d_a, a sum that cancels, five times as much."""
 
 HEADS = {
     "gated_delta_rule": {"key_dim": 128, "value_dim": 128},
@@ -48,7 +48,8 @@ def _wrong(operator: str, case: ScanCase, dtype: torch.dtype) -> dict[str, float
     if case.max_decay > 1:
         # Almost nothing depends on the decay, and its gradient is what cancels.
         errors = {n: e for n, e in errors.items() if n not in ("d_log_decay", "d_dt", "d_a")}
-    return {name: error for name, error in errors.items() if not error <= LIMITS[dtype]}
+    limits = {"d_a": 5 * LIMITS[dtype]}
+    return {n: error for n, error in errors.items() if not error <= limits.get(n, LIMITS[dtype])}
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -43,7 +43,9 @@ def _tiled_forward(forward: RowForward, tile_rows: int) -> Callable[..., torch.T
         if not (torch.is_grad_enabled() and rows.requires_grad):
             return _by_tiles(rows, forward, tile_rows)
         kept: Any = _Kept.apply(rows)
-        return _RowTiles.apply(rows, kept.grad_fn, forward, tile_rows)
+        # In a tuple, autograd takes it for no input. It must live: in PyTorch 2.11 a node loses
+        # what it has saved when its output dies.
+        return _RowTiles.apply(rows, (kept,), forward, tile_rows)
 
     return tiled
 
@@ -78,14 +80,18 @@ class _Kept(torch.autograd.Function):
 class _RowTiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, kept: Any, forward: RowForward, tile_rows: int
+        ctx: Any,
+        rows: torch.Tensor,
+        kept: tuple[torch.Tensor],
+        forward: RowForward,
+        tile_rows: int,
     ) -> torch.Tensor:
         ctx.kept, ctx.forward, ctx.tile_rows = kept, forward, tile_rows
         return _by_tiles(rows, forward, tile_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        (rows,) = ctx.kept.saved_tensors
+        (rows,) = ctx.kept[0].grad_fn.saved_tensors
         # A layer's rows go with the layer, not with the whole graph.
         ctx.kept = None
         found = torch.empty_like(rows)

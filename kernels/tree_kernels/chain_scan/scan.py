@@ -387,9 +387,13 @@ _FAST = {
     "dn": (64, 4, 2),
     "dstate": (32, 4, 3),
     "dqk": (64, 8, 2),
-    "system": (64, 8, 2),
+    "system": (64, 4, 2),
 }
-"""Kernel -> BLOCK_V, warps, stages, of 16-bit values."""
+"""Kernel -> BLOCK_V, warps, stages, of 16-bit values.
+
+A product whose result another product takes has all warps along its rows, 16 rows a warp: warps
+above 64 rows would read behind the left operand in shared memory, which Triton 3.6 lets them.
+"""
 _EXACT = {name: (32, 8 if name in ("dqk", "system") else 4, 1) for name in _FAST}
 """The same of float32: more than one stage would not fit in shared memory."""
 
