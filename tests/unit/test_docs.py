@@ -130,7 +130,7 @@ def test_generated_pages_tell_every_key_command_and_message(generated: dict[str,
         assert f"`{key}`" in configuration
     assert "`admission_s` | `float | None` | `None` | From opening an episode" in configuration
     assert "| 3 | `expected_head` | `uint64` | The head the caller last saw;" in wire
-    assert "| 15 | `metrics` | map of `string` to `double` | area/name -> value |" in wire
+    assert "| 15 | `metrics` | map of `string` to `double` | area/name -> value: sums since" in wire
 
 
 def test_every_option_has_a_text(generated: dict[str, str]) -> None:

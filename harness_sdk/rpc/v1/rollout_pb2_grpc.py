@@ -26,7 +26,14 @@ if _version_not_supported:
 
 
 class RolloutStub(object):
-    """Branching generation over immutable cursors.
+    """Branching generation over immutable cursors. Any call may end with AuthError
+    (UNAUTHENTICATED: no token, a wrong one, or one whose scope does not hold the
+    call), Unavailable (UNAVAILABLE: the service is stopping; repeat elsewhere),
+    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes) or
+    EngineError (INTERNAL: the engine failed; the thread is where it was). A call
+    on a thread may end with EpisodeNotFound, ThreadNotFound (NOT_FOUND),
+    StaleHead (ABORTED) or ThreadEnded (FAILED_PRECONDITION) besides; one that
+    names a field with InvalidRequest (INVALID_ARGUMENT).
     """
 
     def __init__(self, channel):
@@ -93,19 +100,30 @@ class RolloutStub(object):
 
 
 class RolloutServicer(object):
-    """Branching generation over immutable cursors.
+    """Branching generation over immutable cursors. Any call may end with AuthError
+    (UNAUTHENTICATED: no token, a wrong one, or one whose scope does not hold the
+    call), Unavailable (UNAVAILABLE: the service is stopping; repeat elsewhere),
+    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes) or
+    EngineError (INTERNAL: the engine failed; the thread is where it was). A call
+    on a thread may end with EpisodeNotFound, ThreadNotFound (NOT_FOUND),
+    StaleHead (ABORTED) or ThreadEnded (FAILED_PRECONDITION) besides; one that
+    names a field with InvalidRequest (INVALID_ARGUMENT).
     """
 
     def Connect(self, request, context):
         """Exchanges protocol versions and limits; the first call of a client.
+        ProtocolError (UNIMPLEMENTED) where the versions differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenEpisode(self, request, context):
-        """Opens an episode and holds it: the stream ends when the episode closes, and
-        the episode is closed as `client_lost` when the stream breaks.
+        """Opens an episode and holds it: waits for room in the pool, first come first
+        served, then the stream stays until the episode closes. Where the stream
+        breaks the episode is closed as `client_lost`. InvalidRequest: a limit,
+        primitive, version policy or run that cannot be served, or an id that was
+        used before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,57 +131,84 @@ class RolloutServicer(object):
 
     def Generate(self, request, context):
         """One model turn: appends the new messages, samples a reply, parses it.
+        Deltas, then one turn. Cancelling the call takes the turn back.
+        BudgetExhausted (RESOURCE_EXHAUSTED): no turn is left, or the messages do
+        not fit. InvalidRequest: messages that the chat template refuses, sampling
+        options out of their range, or tools anywhere but in the root's first turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Branches after the thread's last turn: the children share all that it has
+        seen, and nothing is computed twice. InvalidRequest: no branch, a bad name,
+        or no prompt yet. BudgetExhausted: `max_threads`, `max_depth`, the answer
+        reserve, or no room for a child's sub-task.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rewind(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns to the state after a step. The tokens of later steps go back to the
+        budget, turns do not; children forked later are cancelled. StepNotFound
+        (OUT_OF_RANGE): no finished step of that number on the surviving path.
+        BudgetExhausted: the answer reserve is reached.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadThread(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Makes steps of another thread visible, without copying their tokens.
+        InvalidRequest: the thread reads itself or a branch that was rewound away,
+        no finished step is in the range, or nothing was prompted yet.
+        BudgetExhausted: the answer reserve, the model's positions or its visible
+        length.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wait(self, request, context):
-        """Suspends until every named descendant has ended; streams each as it ends.
+        """Suspends until every named descendant has ended, or `timeout_s` has passed;
+        streams each as it ends, then one reply. InvalidRequest: nobody to wait
+        for, or a thread that is no descendant. BudgetExhausted: the answer reserve
+        is reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Done(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends the thread with its answer; others may still read it. The answer
+        reserve is kept for it, so no budget refuses it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a thread and its descendants.
+        """Cancels a thread and its descendants, whatever they are doing. Looks at no
+        head, and ends no thread twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseEpisode(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends the episode: cancels what runs, writes the record, gives all room
+        back. InvalidRequest: a reward outside [0, 1]. Unavailable: the record
+        could not be written; repeat the call.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The replica's state now.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -235,7 +280,14 @@ def add_RolloutServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rollout(object):
-    """Branching generation over immutable cursors.
+    """Branching generation over immutable cursors. Any call may end with AuthError
+    (UNAUTHENTICATED: no token, a wrong one, or one whose scope does not hold the
+    call), Unavailable (UNAVAILABLE: the service is stopping; repeat elsewhere),
+    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes) or
+    EngineError (INTERNAL: the engine failed; the thread is where it was). A call
+    on a thread may end with EpisodeNotFound, ThreadNotFound (NOT_FOUND),
+    StaleHead (ABORTED) or ThreadEnded (FAILED_PRECONDITION) besides; one that
+    names a field with InvalidRequest (INVALID_ARGUMENT).
     """
 
     @staticmethod
