@@ -7,7 +7,7 @@ TEST_STAMP := $(VENV)/.installed-test
 # The whole loop, conformance, random use, page layouts.
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
 
-.PHONY: help install demo test test-vllm soak lint docs proto bench clean
+.PHONY: help install demo test test-vllm fuzz soak lint docs proto bench clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -39,6 +39,9 @@ test: lint ## Lint, types, and tests: unit, service, end to end, then a slice of
 
 test-vllm: $(TEST_STAMP) ## All tests of the vLLM engine.
 	$(BIN)/python -m pytest tests/vllm
+
+fuzz: $(TEST_STAMP) ## Fuzz every RPC, records, templates and configurations; FUZZ=--help tells how much.
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.fuzz $(FUZZ)
 
 soak: $(TEST_STAMP) ## Long random use of every engine.
 	$(BIN)/python -m pytest -m soak -s

@@ -171,7 +171,10 @@ def message_from_proto(proto: pb.Message) -> types.Message:
     """
     if proto.role not in ("system", "user", "assistant", "tool"):
         raise InvalidRequest(
-            "unknown message role", value=proto.role, limit="system, user, assistant, tool"
+            "unknown message role",
+            value=repr(proto.role),
+            limit="system, user, assistant, tool",
+            remedy="correct the message's role",
         )
     return types.Message(
         role=proto.role,

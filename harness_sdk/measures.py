@@ -75,12 +75,13 @@ def measure(record: EpisodeRecord, cost: ModelCost | None = None) -> EpisodeMeas
         cost: What a token costs the model; None leaves `flops` out.
     """
     nodes = record.nodes
+    by_id = {node.node_id: node for node in nodes}
     before = _tokens_before(nodes)
-    turns = [node for node in nodes if _is_turn(node, nodes)]
+    turns = [node for node in nodes if _is_turn(node, by_id.get(node.parent))]
     prompts = [before[node.node_id] + _mounted(node) + _opening(node) for node in turns]
     workers = [thread for thread in record.threads if thread.parent]
     roots = {thread.thread_id for thread in record.threads if not thread.parent}
-    new = [new_mounts(node, nodes) for node in nodes if node.kind is NodeKind.STUB]
+    new = [new_mounts(node, by_id.get(node.parent)) for node in nodes if node.kind is NodeKind.STUB]
     kept = [worker for worker in workers if not worker.orphan]
     rewound = [worker for worker in kept if worker.num_rewinds]
     others = [worker for worker in kept if not worker.num_rewinds]
@@ -113,16 +114,15 @@ def critical_path(record: EpisodeRecord) -> int:
     Calls of one turn count as made together, since the record keeps no order among them: a fork
     after a wait in the same turn begins where the turn ended.
     """
-    ended: list[int] = []
+    ended: dict[int, int] = {}
     clock: Counter[str] = Counter()
     for node in record.nodes:
         begins = [clock[node.thread_id], *(clock[name] for name in node.joined)]
-        begins += [ended[span.node_id] for span in node.mounts]
-        if node.parent >= 0:
-            begins.append(ended[node.parent])
-        ended.append(max(begins) + len(node.sampled_logprobs))
-        clock[node.thread_id] = ended[-1]
-    return max(ended, default=0)
+        sources = (node.parent, *(span.node_id for span in node.mounts))
+        begins += [ended.get(source, 0) for source in sources]
+        ended[node.node_id] = max(begins) + len(node.sampled_logprobs)
+        clock[node.thread_id] = ended[node.node_id]
+    return max(ended.values(), default=0)
 
 
 def episode_flops(record: EpisodeRecord, cost: ModelCost) -> float:
@@ -140,9 +140,9 @@ def episode_flops(record: EpisodeRecord, cost: ModelCost) -> float:
     )
 
 
-def new_mounts(node: Node, nodes: Sequence[Node]) -> tuple[MountSpan, ...]:
+def new_mounts(node: Node, parent: Node | None) -> tuple[MountSpan, ...]:
     """The spans that became visible with `node`."""
-    inherited = nodes[node.parent].mounts if node.parent >= 0 else ()
+    inherited = parent.mounts if parent is not None else ()
     return tuple(span for span in node.mounts if span not in inherited)
 
 
@@ -198,12 +198,13 @@ def _ratios(total: Callable[[str], int]) -> dict[str, float]:
     return ratios
 
 
-def _tokens_before(nodes: Sequence[Node]) -> list[int]:
-    """Tokens on the path above each node."""
-    before: list[int] = []
+def _tokens_before(nodes: Sequence[Node]) -> dict[int, int]:
+    """By node id, tokens on the path above the node."""
+    before: dict[int, int] = {}
+    after = {-1: 0}
     for node in nodes:
-        above = node.parent
-        before.append(before[above] + len(nodes[above].token_ids) if above >= 0 else 0)
+        before[node.node_id] = after[node.parent]
+        after[node.node_id] = after[node.parent] + len(node.token_ids)
     return before
 
 
@@ -216,11 +217,11 @@ def _opening(node: Node) -> int:
     return node.sampled.index(True) if any(node.sampled) else len(node.sampled)
 
 
-def _is_turn(node: Node, nodes: Sequence[Node]) -> bool:
+def _is_turn(node: Node, parent: Node | None) -> bool:
     """Whether a model turn is `node`, and not the stop id that a turn leaves as a leaf."""
     if node.kind not in (NodeKind.TURN, NodeKind.DEMONSTRATION):
         return False
-    return node.parent < 0 or _opening(node) > 0 or not _continues(node, nodes[node.parent])
+    return parent is None or _opening(node) > 0 or not _continues(node, parent)
 
 
 def _continues(node: Node, above: Node) -> bool:

@@ -117,6 +117,7 @@ class StructuredOutput:
                 "a structured output has one constraint",
                 value=", ".join(given) or "none",
                 limit="json_schema, regex, choice or grammar",
+                remedy="give one of them, or leave structured out",
             )
 
     @property

@@ -26,6 +26,7 @@ from harness_sdk.rpc.v1 import rollout_pb2_grpc
 from harness_sdk.types import BranchResult, Message, SamplingOptions
 from rollout_service.access import Access, Caller
 from rollout_service.background import Background
+from rollout_service.decoding import Decoding
 from rollout_service.sessions import Call, OpenRequest, Sessions
 from rollout_service.sessions.replies import Queued
 
@@ -91,7 +92,7 @@ async def serve(
     """
     access = access or Access()
     server = grpc.aio.server(
-        interceptors=[] if access.is_open else [_BearerAuth(access)],
+        interceptors=[*([] if access.is_open else [_BearerAuth(access)]), Decoding()],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -231,7 +232,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if len(branches) < len(request.branches):
             names = [branch.thread_id for branch in request.branches]
             raise InvalidRequest(
-                "branch names are not unique", value=", ".join(names), limit="each name once"
+                "branch names are not unique",
+                value=", ".join(map(repr, names)),
+                limit="each name once",
+                remedy="rename the branches",
             )
         reply = await self._sessions.fork(_call_from_proto(request.call, caller), branches)
         return pb.ForkReply(

@@ -69,7 +69,7 @@ class AgentConfig(Section):
     @field_validator("primitives", mode="before")
     @classmethod
     def _split_primitives(cls, value: Any) -> Any:
-        if value == "agent":
+        if value == "agent" or not isinstance(value, str | list | tuple):
             return value
         names = value.split(",") if isinstance(value, str) else list(value)
         names = [] if names == ["none"] else names
@@ -79,6 +79,7 @@ class AgentConfig(Section):
                     "unknown primitive",
                     value=name,
                     limit=f"{', '.join(PRIMITIVES)}; or none, or agent",
+                    remedy="name those that the model may call, with commas",
                 )
         return tuple(names)
 

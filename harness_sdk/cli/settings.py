@@ -214,7 +214,9 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any) -> None:
         child = data.setdefault(part, {})
         if not isinstance(child, dict):
             raise ConfigError(
-                f"{'.'.join(parts)} goes through {part}, which is no section", value=child
+                f"{'.'.join(parts)} goes through {part}, which is no section",
+                value=child,
+                remedy=f"remove {part}, or the keys below it",
             )
         data = child
     data[parts[-1]] = value

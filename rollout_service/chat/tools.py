@@ -86,6 +86,8 @@ PRIMITIVE_SCHEMAS: dict[str, ToolSchema] = {
 }
 """Schema of each of `harness_sdk.types.PRIMITIVES`."""
 
+_REMEDY = "give a JSON array of function schemas, or nothing"
+
 
 def static_schemas(primitives: Sequence[str]) -> list[ToolSchema]:
     """Schemas of the primitives that the first prompt lists; `read_thread` follows later."""
@@ -104,9 +106,9 @@ def parse_tools(tools_json: str) -> list[ToolSchema]:
     try:
         tools: Any = json.loads(tools_json)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("tools are no valid JSON", value=error) from error
+        raise InvalidRequest("tools are no valid JSON", value=error, remedy=_REMEDY) from error
     if not isinstance(tools, list):
-        raise InvalidRequest("tools are no JSON array", value=type(tools).__name__)
+        raise InvalidRequest("tools are no JSON array", value=type(tools).__name__, remedy=_REMEDY)
     if is_too_deep(tools):
         raise InvalidRequest(
             "tools are nested too deeply",
@@ -120,6 +122,7 @@ def parse_tools(tools_json: str) -> list[ToolSchema]:
                 f"tool {index} is no function schema",
                 value=json.dumps(tool)[:200],
                 limit='{"type": "function", "function": {"name": ..., "parameters": ...}}',
+                remedy=_REMEDY,
             )
     return tools
 

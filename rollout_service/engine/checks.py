@@ -32,6 +32,7 @@ def check_cursor(info: EngineInfo, cursor: Cursor, *, num_more: int = 0) -> int:
                 "mounted span lies outside its source",
                 value=f"[{mount.begin}, {mount.end})",
                 limit=f"[0, {len(mount.source.token_ids)})",
+                remedy="mount tokens that the source has",
             )
     needed = max(cursor.next_position, cursor.num_visible) + num_more
     if needed > info.max_positions:
@@ -51,13 +52,16 @@ def check_token_ids(info: EngineInfo, token_ids: Sequence[int]) -> None:
         InvalidRequest: `token_ids` is empty or names an unknown token.
     """
     if not token_ids:
-        raise InvalidRequest("no tokens to compute", value=0, limit="at least 1")
+        raise InvalidRequest(
+            "no tokens to compute", value=0, limit="at least 1", remedy="append a message"
+        )
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= info.vocab_size:
         raise InvalidRequest(
             "token outside the vocabulary",
             value=low if low < 0 else high,
             limit=f"0 to {info.vocab_size - 1}",
+            remedy="serve the tokenizer that belongs to the model",
         )
 
 

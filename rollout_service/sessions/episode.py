@@ -142,7 +142,7 @@ class Episode:
         except KeyError:
             raise ThreadNotFound(
                 "no such thread",
-                value=thread_id,
+                value=thread_id or "no name",
                 limit=", ".join(self.threads),
                 remedy="name a thread of the episode",
                 episode_id=self.episode_id,

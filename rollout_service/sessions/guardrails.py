@@ -133,7 +133,12 @@ class Guardrails:
             BudgetExhausted: `max_threads` or `max_depth` does not allow it.
         """
         if not branches:
-            raise InvalidRequest("fork without branches", value=0, limit="1 or more")
+            raise InvalidRequest(
+                "fork without branches",
+                value=0,
+                limit="1 or more",
+                remedy="name each child and give it its sub-task",
+            )
         for name in branches:
             if not name.strip() or name == ROOT_THREAD or name in taken:
                 raise InvalidRequest(

@@ -151,7 +151,12 @@ def resolve_limits(options: SessionOptions, asked: Limits, max_positions: int) -
     for name, least in (("max_threads", 0), ("max_turns", 1), ("max_depth", 1)):
         value = getattr(limits, name)
         if value is not None and value < least:
-            raise InvalidRequest(f"{name} is too small", value=value, limit=f"{least} or more")
+            raise InvalidRequest(
+                f"{name} is too small",
+                value=value,
+                limit=f"{least} or more",
+                remedy=f"raise {name}, or leave it out to take the service's",
+            )
     return limits
 
 
@@ -164,7 +169,10 @@ def check_request(options: SessionOptions, request: OpenRequest) -> VersionPolic
     unknown = sorted(set(request.primitives) - set(PRIMITIVES))
     if unknown:
         raise InvalidRequest(
-            "unknown primitive", value=", ".join(unknown), limit=", ".join(PRIMITIVES)
+            "unknown primitive",
+            value=", ".join(map(repr, unknown)),
+            limit=", ".join(PRIMITIVES),
+            remedy="name those that the model may call",
         )
     if request.run and request.run != options.run:
         raise InvalidRequest(
@@ -178,5 +186,8 @@ def check_request(options: SessionOptions, request: OpenRequest) -> VersionPolic
     if request.version_policy == "refresh":
         return "refresh"
     raise InvalidRequest(
-        "unknown version policy", value=request.version_policy, limit="keep, refresh"
+        "unknown version policy",
+        value=request.version_policy,
+        limit="keep, refresh",
+        remedy="leave it out to keep the version that the episode began with",
     )

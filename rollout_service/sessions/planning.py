@@ -139,6 +139,7 @@ def _tools(episode: Episode, thread: Thread, request: TurnRequest) -> ToolSchema
             "tool names are not unique",
             value=", ".join(double),
             limit="each name once; the service describes the primitives itself",
+            remedy="rename the tool",
         )
     return tools
 
@@ -162,7 +163,10 @@ def check_sampling(episode: Episode, sampling: SamplingOptions) -> None:
     for name, good, limit in rules:
         if not good:
             raise InvalidRequest(
-                f"sampling.{name} is out of range", value=getattr(sampling, name), limit=limit
+                f"sampling.{name} is out of range",
+                value=getattr(sampling, name),
+                limit=limit,
+                remedy=f"correct {name}, or leave the sampling options out",
             )
     structured = sampling.structured
     truncated = sampling.top_p < 1 or sampling.top_k > 0 or structured is not None

@@ -206,7 +206,12 @@ class Sessions:
         """Each branch as it ends, then the reply; no branches means every child."""
         episode = self.episode(call.episode_id, call.owner)
         if not timeout_s >= 0 or math.isinf(timeout_s):
-            raise InvalidRequest("timeout_s is out of range", value=timeout_s, limit="0 or more")
+            raise InvalidRequest(
+                "timeout_s is out of range",
+                value=timeout_s,
+                limit="0 or more",
+                remedy="give seconds, or 0 to wait without a limit",
+            )
         told = False
         stream = _stream(
             lambda emit: episode.run(
@@ -258,7 +263,11 @@ class Sessions:
         """
         if reward is not None and not 0 <= reward <= 1:
             raise InvalidRequest(
-                "reward is out of range", value=reward, limit="0 to 1", episode_id=episode_id
+                "reward is out of range",
+                value=reward,
+                limit="0 to 1",
+                remedy="scale the score, or leave it out where there is none",
+                episode_id=episode_id,
             )
         before = self._closing.replies.get(episode_id)
         if before is not None and idempotency_key and before.key == idempotency_key:
@@ -376,7 +385,7 @@ class Sessions:
         before = self._closing.replies.get(episode_id)
         raise EpisodeNotFound(
             "the episode is closed" if before is not None else "no such episode on this replica",
-            value=episode_id,
+            value=episode_id or "no id",
             limit=f"closed as {before.result.stop_reason}" if before is not None else "",
             remedy="open a new episode",
             episode_id=episode_id,
@@ -418,7 +427,11 @@ class Sessions:
         if self._failure is not None:
             raise self._failure.copy()
         if self._shut:
-            raise Unavailable("the service is shutting down", remedy="connect to another replica")
+            raise Unavailable(
+                "the service is shutting down",
+                value="no new episode",
+                remedy="connect to another replica",
+            )
 
     def _reserve_id(self, episode_id: str, key: str) -> None:
         self._check_admits()

@@ -122,7 +122,11 @@ async def _sample(
                     (event.logprob,),
                     text.finish() if ended else text.push(event.token_id),
                 )
-    raise EngineError("the engine ended a turn without a cursor", episode_id=episode.episode_id)
+    raise EngineError(
+        "the engine ended a turn without a cursor",
+        remedy="report it with the service's log; the thread is where it was",
+        episode_id=episode.episode_id,
+    )
 
 
 async def _demonstrate(

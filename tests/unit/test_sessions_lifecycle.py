@@ -143,7 +143,7 @@ async def test_a_reward_out_of_range_is_refused(reward: float) -> None:
 @pytest.mark.parametrize(
     ("request_", "match"),
     [
-        (OpenRequest(primitives=("fork", "jump")), "unknown primitive; got jump"),
+        (OpenRequest(primitives=("fork", "jump")), "unknown primitive; got 'jump'"),
         (OpenRequest(version_policy="latest"), "unknown version policy"),
         (OpenRequest(run="other"), "serves another run; got other; allowed: r"),
         (OpenRequest(limits=Limits(max_turns=-1)), "max_turns"),

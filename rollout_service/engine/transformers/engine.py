@@ -29,6 +29,8 @@ from rollout_service.engine.transformers.sampling import check_sampling
 from rollout_service.engine.transformers.scheduler import Delivery, Scheduler
 
 _log = logging.getLogger(__name__)
+
+_ELSEWHERE = "connect to another replica"
 _T = TypeVar("_T")
 
 PAGE_TOKENS = 16
@@ -227,7 +229,7 @@ class TransformersEngine:
         """
         model, adapters = self._model, self._adapters
         if model is None or adapters is None:
-            raise Unavailable("the engine is not running")
+            raise Unavailable("the engine is not running", remedy=_ELSEWHERE)
         adapter = await asyncio.to_thread(
             read_adapter,
             path,
@@ -324,7 +326,7 @@ class TransformersEngine:
         """Run `function` on the worker, between two steps."""
         loop, scheduler = self._loop, self._scheduler
         if self._closed or loop is None or scheduler is None:
-            raise Unavailable("the engine is not running")
+            raise Unavailable("the engine is not running", remedy=_ELSEWHERE)
         future: asyncio.Future[_T] = loop.create_future()
 
         def run() -> None:
@@ -373,7 +375,7 @@ class TransformersEngine:
         while True:
             for command in self._next_commands(scheduler.has_work):
                 if command is None:
-                    self._deliver(scheduler.fail_all(Unavailable("the engine was closed")))
+                    self._deliver(scheduler.fail_all(_closed()))
                     return
                 command()
             if scheduler.has_work:
@@ -396,6 +398,10 @@ class TransformersEngine:
 
 
 _R = TypeVar("_R", bound=Request)
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the engine was closed", remedy=_ELSEWHERE)
 
 
 def _step(scheduler: Scheduler) -> list[Delivery]:

@@ -30,7 +30,12 @@ def check_sampling(
     )
     for name, value, is_good, limit in faults:
         if not is_good:
-            raise InvalidRequest(f"sampling option {name} out of range", value=value, limit=limit)
+            raise InvalidRequest(
+                f"sampling option {name} out of range",
+                value=value,
+                limit=limit,
+                remedy=f"correct {name}, or leave it out",
+            )
     if options.stop and not can_detokenize:
         raise InvalidRequest(
             "stop strings need an engine with a tokenizer",
