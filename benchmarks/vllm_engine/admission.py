@@ -11,12 +11,13 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm_engine.agent_load import SessionPlayer, count_failures
-from benchmarks.vllm_engine.episodes import Script, Tally, play, write_scripts
+from benchmarks.vllm_engine.episodes import Script, Tally, play, told, write_scripts
 from benchmarks.vllm_engine.report import Report, quantile, say
 from benchmarks.vllm_engine.shapes import LORA_TARGETS
 from benchmarks.vllm_engine.world import World
@@ -36,9 +37,9 @@ class _Outcome:
     kv_use: list[float] = field(default_factory=list)
     timeouts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
-    ended: int = 0
     waited_s: list[float] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
+    begin: float = field(default_factory=time.perf_counter)
 
 
 async def admission(world: World, report: Report, folder: Path, *, publish: bool) -> None:
@@ -51,25 +52,34 @@ async def admission(world: World, report: Report, folder: Path, *, publish: bool
     world.sessions = world.new_sessions(world.engine, thread_budget=load.thread_budget)
     scripts = write_scripts(load, world.texts)
     outcome = _Outcome()
-    begin = time.perf_counter()
     watching = asyncio.create_task(_watch(world, outcome))
     publishing = asyncio.create_task(_publish(world, report, folder)) if publish else None
-    await _play_all(world, scripts, outcome)
+    async with told(report, "admission", outcome.tally):
+        await _play_all(world, scripts, outcome, lambda: _tell(world, report, outcome))
     watching.cancel()
-    seconds = time.perf_counter() - begin
-    stats = world.engine.stats()
+    _tell(world, report, outcome)
     report.put(
         admission_p90_kv=round(quantile(outcome.kv_use, 0.9), 4),
         admission_timeouts=outcome.timeouts,
     )
+    if publishing is not None:
+        await publishing
+        report.put(aborted_requests=sum(outcome.failures.values()) + outcome.timeouts)
+
+
+def _tell(world: World, report: Report, outcome: _Outcome) -> None:
+    """What was seen so far."""
+    stats = world.engine.stats()
     report.put_detail(
         "admission",
         {
-            "episodes": outcome.ended,
-            "seconds": round(seconds, 2),
+            "episodes": len(outcome.tally.episode_s),
+            "seconds": round(time.perf_counter() - outcome.begin, 2),
             "turns": outcome.tally.turns,
+            "timeouts": outcome.timeouts,
             "pool_tokens": stats.tokens_capacity,
             "kv_p50": round(quantile(outcome.kv_use, 0.5), 4),
+            "kv_p90": round(quantile(outcome.kv_use, 0.9), 4),
             "kv_p99": round(quantile(outcome.kv_use, 0.99), 4),
             "kv_max": round(max(outcome.kv_use), 4),
             "kv_samples": len(outcome.kv_use),
@@ -79,9 +89,6 @@ async def admission(world: World, report: Report, folder: Path, *, publish: bool
             "turn_p95_s": round(quantile(outcome.tally.turn_s, 0.95), 4),
         },
     )
-    if publishing is not None:
-        await publishing
-        report.put(aborted_requests=sum(outcome.failures.values()) + outcome.timeouts)
 
 
 async def _watch(world: World, outcome: _Outcome) -> None:
@@ -90,7 +97,9 @@ async def _watch(world: World, outcome: _Outcome) -> None:
         await asyncio.sleep(_SAMPLE_S)
 
 
-async def _play_all(world: World, scripts: list[Script], outcome: _Outcome) -> None:
+async def _play_all(
+    world: World, scripts: list[Script], outcome: _Outcome, tell: Callable[[], None]
+) -> None:
     load = world.scale.admission
     permits = asyncio.Semaphore(load.concurrency)
 
@@ -108,10 +117,9 @@ async def _play_all(world: World, scripts: list[Script], outcome: _Outcome) -> N
             except* HarnessError as errors:
                 count_failures(errors, outcome.failures)
             await world.sessions.close(episode)
-            outcome.ended += 1
-            if outcome.ended % max(load.num_episodes // 10, 1) == 0:
-                use = world.engine.stats().kv_use
-                say(f"admission: {outcome.ended}/{load.num_episodes} episodes, KV use {use:.2f}")
+            outcome.tally.episode_s.append(time.perf_counter() - asked)
+            if len(outcome.tally.episode_s) % max(load.num_episodes // 10, 1) == 0:
+                tell()
 
     async with asyncio.TaskGroup() as group:
         for number, script in enumerate(scripts):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from benchmarks.vllm_engine.episodes import Script, Tally, play, write_scripts
+from benchmarks.vllm_engine.episodes import Script, Tally, load_scripts, play, told
 from benchmarks.vllm_engine.report import Report, quantile, say
 from benchmarks.vllm_engine.scale import Load
 from benchmarks.vllm_engine.world import World, call
@@ -46,12 +46,13 @@ async def agent_load(world: World, report: Report) -> None:
     """Episodes at once; tokens, latency, and what was computed more than once."""
     load = world.scale.load
     world.sessions = world.new_sessions(world.engine, thread_budget=load.thread_budget)
-    scripts = write_scripts(load, world.texts)
+    scripts, warm_up = load_scripts(load, world.texts)
+    await _play_all(world, warm_up, Tally(), _totals(), "warm-up")
     before = world.engine.stats()
-    tally = Tally()
-    totals: dict[str, Any] = {"nodes": 0, "reusable": 0, "peak_kv": 0.0, "failures": {}}
+    tally, totals = Tally(), _totals()
     begin = time.perf_counter()
-    await _play_all(world, scripts, tally, totals)
+    async with told(report, "agent_load", tally):
+        await _play_all(world, scripts, tally, totals, "load")
     seconds = time.perf_counter() - begin
     after = world.engine.stats()
     computed = after.tokens_computed - before.tokens_computed
@@ -68,7 +69,10 @@ async def agent_load(world: World, report: Report) -> None:
             "tokens_unique": totals["nodes"],
             "tokens_reusable": totals["reusable"],
             "tokens_recomputed": recomputed,
-            "recomputed_by_cause": dict(after.tokens_recomputed),
+            "recomputed_by_cause": {
+                cause: count - before.tokens_recomputed[cause]
+                for cause, count in after.tokens_recomputed.items()
+            },
             "prefill_tokens_computed": computed - sampled,
             "kv_hit_rate": round(totals["reusable"] / (totals["reusable"] + computed - sampled), 5),
             "failures": totals["failures"],
@@ -152,6 +156,8 @@ def counts(tally: Tally, seconds: float, sampled: int) -> dict[str, Any]:
         "sampled_tokens_per_s": round(sampled / seconds, 1),
         "turn_p50_s": round(quantile(tally.turn_s, 0.5), 4),
         "turn_p95_s": round(quantile(tally.turn_s, 0.95), 4),
+        "episode_p50_s": round(quantile(tally.episode_s, 0.5), 3),
+        "episode_p95_s": round(quantile(tally.episode_s, 0.95), 3),
     }
 
 
@@ -183,17 +189,19 @@ def compare(report: Report) -> None:
         report.put(decode_ratio_vs_plain=round(ours["tokens_per_s"] / plain["tokens_per_s"], 4))
 
 
+def _totals() -> dict[str, Any]:
+    return {"nodes": 0, "reusable": 0, "peak_kv": 0.0, "failures": {}}
+
+
 async def _play_all(
-    world: World, scripts: list[Script], tally: Tally, totals: dict[str, Any]
+    world: World, scripts: list[Script], tally: Tally, totals: dict[str, Any], name: str
 ) -> None:
     load: Load = world.scale.load
     permits = asyncio.Semaphore(load.concurrency)
-    ended = 0
 
     async def one(number: int, script: Script) -> None:
-        nonlocal ended
         async with permits:
-            episode = f"load-{number}"
+            episode, asked = f"{name}-{number}", time.perf_counter()
             await world.open(episode)
             player = SessionPlayer(world, episode)
             try:
@@ -205,9 +213,7 @@ async def _play_all(
             totals["reusable"] += player.num_reusable
             totals["peak_kv"] = max(totals["peak_kv"], world.engine.stats().kv_use)
             await world.sessions.close(episode)
-            ended += 1
-            if ended % max(load.num_episodes // 8, 1) == 0:
-                say(f"load: {ended}/{load.num_episodes} episodes, {tally.turns} turns")
+            tally.episode_s.append(time.perf_counter() - asked)
 
     async with asyncio.TaskGroup() as group:
         for number, script in enumerate(scripts):

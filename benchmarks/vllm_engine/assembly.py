@@ -1,7 +1,8 @@
 """A turn at the longest context through gRPC, beside a stateless client that sends it all again.
 
 Ours: from the client's call to the engine's, so the message's way through gRPC, rendering and
-tokenising what is new, budgets and the cursor. Stateless: parsing the whole conversation's JSON,
+tokenising what is new, budgets and the cursor; what of it the service itself takes stands beside
+it. Stateless: parsing the whole conversation's JSON,
 rendering and tokenising it; its way over the wire is not counted, to its advantage.
 """
 
@@ -21,6 +22,7 @@ from harness_sdk import Limits, OctopusClient
 from harness_sdk.types import Message, SamplingOptions
 from rollout_service.engine.base import Engine
 from rollout_service.server import serve
+from rollout_service.sessions import Sessions
 
 _NUM_TURNS = 20
 _NUM_RESENT = 6
@@ -29,16 +31,17 @@ _REPLY_TOKENS = 8
 
 
 class _Clocked:
-    """An engine that notes when it is first asked."""
+    """An engine, or sessions, that note when they are first asked."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, asked: object, *names: str) -> None:
+        self._asked = asked
+        self._names = names
         self.asked_s: float | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("extend", "generate") and self.asked_s is None:
+        if name in self._names and self.asked_s is None:
             self.asked_s = time.perf_counter()
-        return getattr(self._engine, name)
+        return getattr(self._asked, name)
 
 
 @dataclass(slots=True)
@@ -48,6 +51,8 @@ class _Played:
     conversation: list[dict[str, Any]]
     """What a stateless client would send after the last one."""
     milliseconds: list[float] = field(default_factory=list)
+    in_service: list[float] = field(default_factory=list)
+    """Of these, from the service's handler to the engine."""
     num_bytes: list[int] = field(default_factory=list)
     stateless: list[tuple[float, int]] = field(default_factory=list)
     """Milliseconds and bytes of the same turn, sent whole."""
@@ -59,17 +64,19 @@ async def assembly(world: World, report: Report) -> None:
 
     Who counts passes every byte on, which would be part of the time.
     """
-    clocked = _Clocked(world.engine)
+    engine = _Clocked(world.engine, "extend", "generate")
     # Stopping the server closes its sessions for good.
-    server = await serve(world.new_sessions(cast(Engine, clocked)))
+    service = _Clocked(world.new_sessions(cast(Engine, engine)), "generate")
+    server = await serve(cast(Sessions, service))
+    clocks = service, engine
     prompt = world.texts.take(world.scale.full_context - 4096)
     async with OctopusClient.connect(server.address) as client:
-        timed = await _play(world, client, clocked, prompt, lambda: 0)
+        timed = await _play(world, client, clocks, prompt, lambda: 0)
     async with (
         _Counter(server.address) as counter,
         OctopusClient.connect(counter.address) as client,
     ):
-        counted = await _play(world, client, clocked, prompt, lambda: counter.total)
+        counted = await _play(world, client, clocks, prompt, lambda: counter.total)
     await server.stop()
     _tell(world, report, timed, counted)
 
@@ -77,10 +84,11 @@ async def assembly(world: World, report: Report) -> None:
 async def _play(
     world: World,
     client: OctopusClient,
-    clocked: _Clocked,
+    clocks: tuple[_Clocked, _Clocked],
     prompt: str,
     num_bytes: Callable[[], int],
 ) -> _Played:
+    service, engine = clocks
     played = _Played([{"role": "user", "content": prompt}])
     sampling = SamplingOptions(max_tokens=_REPLY_TOKENS)
     limits = Limits(answer_reserve=1, max_turns=1 << 20)
@@ -88,13 +96,15 @@ async def _play(
         await episode.root.generate(prompt, sampling=sampling)
         for _ in range(_NUM_TURNS):
             observation = world.texts.take(_OBSERVATION_TOKENS)
-            clocked.asked_s, before = None, num_bytes()
+            service.asked_s = engine.asked_s = None
+            before = num_bytes()
             begin = time.perf_counter()
             turn = await episode.root.generate(
                 [Message(role="tool", content=observation)], sampling=sampling
             )
-            assert clocked.asked_s is not None
-            played.milliseconds.append(1e3 * (clocked.asked_s - begin))
+            assert service.asked_s is not None and engine.asked_s is not None
+            played.milliseconds.append(1e3 * (engine.asked_s - begin))
+            played.in_service.append(1e3 * (engine.asked_s - service.asked_s))
             played.num_bytes.append(num_bytes() - before)
             played.reply_bytes = len(turn.raw_text.encode())
             played.conversation += [
@@ -116,6 +126,7 @@ def _tell(world: World, report: Report, timed: _Played, counted: _Played) -> Non
         "assembly",
         {
             "ours_ms": ours,
+            "ours_in_service_ms": spread(timed.in_service),
             "stateless_ms": resend,
             "speedup": round(resend["median"] / ours["median"], 1),
             "ours_bytes_both_ways": own,

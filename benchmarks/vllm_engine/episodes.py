@@ -7,15 +7,20 @@ once and do them again, each reads steps of its peers; the root takes a last tur
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from benchmarks.vllm_engine.report import Report, say
 from benchmarks.vllm_engine.scale import Load
 from benchmarks.vllm_engine.shapes import Texts
 
+_TELL_S = 10
+_NUM_WARM_UP = 4
 ROOT_TOKENS = 2048
 """Of a task with its instructions, before it is divided."""
 _REWOUND_SHARE = 0.7
@@ -54,6 +59,31 @@ class Tally:
     rewinds: int = 0
     reads: int = 0
     turn_s: list[float] = field(default_factory=list)
+    episode_s: list[float] = field(default_factory=list)
+    """From the wish to open an episode to its end, so waiting for admission is part of it."""
+
+
+@asynccontextmanager
+async def told(report: Report, name: str, tally: Tally) -> AsyncIterator[None]:
+    """Write every few seconds what has been played: a run that is cut short keeps it."""
+    begin = time.perf_counter()
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(_TELL_S)
+            played = {
+                "seconds": round(time.perf_counter() - begin, 2),
+                "episodes": len(tally.episode_s),
+                "turns": tally.turns,
+            }
+            say(f"{name}: {played}")
+            report.put_detail(f"{name}_so_far", played)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +94,12 @@ class Script:
     branches: list[list[str]]
     """Observations of each branch: those of its turns, then those that follow a rewind."""
     load: Load
+
+
+def load_scripts(load: Load, texts: Texts) -> tuple[list[Script], list[Script]]:
+    """Scripts of the load and of what warms an engine up before; the same for every engine."""
+    few = dataclasses.replace(load, num_episodes=min(_NUM_WARM_UP, load.num_episodes))
+    return write_scripts(load, texts.reseeded(1)), write_scripts(few, texts.reseeded(2))
 
 
 def write_scripts(load: Load, texts: Texts) -> list[Script]:

@@ -23,9 +23,9 @@ from benchmarks.vllm_engine.agent_load import (
     decode_detail,
     decode_rate,
 )
-from benchmarks.vllm_engine.episodes import Tally, play, write_scripts
+from benchmarks.vllm_engine.episodes import Script, Tally, load_scripts, play, told
 from benchmarks.vllm_engine.report import Report, say
-from benchmarks.vllm_engine.scale import Scale
+from benchmarks.vllm_engine.scale import Load, Scale
 from benchmarks.vllm_engine.shapes import Texts
 from benchmarks.vllm_engine.world import vllm_arguments
 from harness_sdk.types import Message
@@ -114,22 +114,13 @@ class PlainPlayer:
 async def plain_load(plain: Plain, scale: Scale, texts: Texts, report: Report) -> None:
     """The agent-shaped load."""
     load = scale.load
-    scripts = write_scripts(load, texts)
-    tally, permits, ended = Tally(), asyncio.Semaphore(load.concurrency), 0
+    scripts, warm_up = load_scripts(load, texts)
+    await _play_all(plain, warm_up, load, Tally())
     before = (plain.prompt_tokens, plain.cached_tokens, plain.sampled)
-
-    async def one(number: int) -> None:
-        nonlocal ended
-        async with permits:
-            await play(scripts[number], PlainPlayer(plain), tally, random.Random(number))
-            ended += 1
-            if ended % max(load.num_episodes // 8, 1) == 0:
-                say(f"plain load: {ended}/{load.num_episodes} episodes, {tally.turns} turns")
-
+    tally = Tally()
     begin = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for number in range(load.num_episodes):
-            group.create_task(one(number))
+    async with told(report, "plain_load", tally):
+        await _play_all(plain, scripts, load, tally)
     seconds = time.perf_counter() - begin
     prompt, cached, sampled = (
         now - then
@@ -149,6 +140,20 @@ async def plain_load(plain: Plain, scale: Scale, texts: Texts, report: Report) -
         },
     )
     compare(report)
+
+
+async def _play_all(plain: Plain, scripts: list[Script], load: Load, tally: Tally) -> None:
+    permits = asyncio.Semaphore(load.concurrency)
+
+    async def one(number: int, script: Script) -> None:
+        async with permits:
+            asked = time.perf_counter()
+            await play(script, PlainPlayer(plain), tally, random.Random(number))
+            tally.episode_s.append(time.perf_counter() - asked)
+
+    async with asyncio.TaskGroup() as group:
+        for number, script in enumerate(scripts):
+            group.create_task(one(number, script))
 
 
 async def plain_decode(plain: Plain, scale: Scale, texts: Texts, report: Report) -> None:

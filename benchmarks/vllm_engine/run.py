@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import os
 import sys
 import tempfile
 import traceback
@@ -48,6 +49,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, command: str, scratch: Path) -> None:
         self.scale: Scale = SCALES[args.device]
+        for variable, value in self.scale.environment.items():
+            os.environ.setdefault(variable, value)
         if args.samples:
             self.scale = dataclasses.replace(self.scale, num_samples=args.samples)
         if args.episodes:
@@ -72,11 +75,15 @@ class Run:
         self.folder = Path(given) if Path(given).is_dir() else save_shape(scratch / given, given)
 
     async def main(self) -> None:
-        """What one thread at a time pays, how many there may be, and the load."""
+        """The load, what one thread at a time pays, and how many there may be."""
         async with (
             running(self.scale, self.folder, pool="main", timed=True) as world,
             self.turn(),
         ):
+            # Where a run is cut short, the load was worth most.
+            await self.measure("load", lambda: agent_load.agent_load(world, self.report))
+            await self.measure("decode", lambda: agent_load.decode(world, self.report))
+            await world.engine.forget_all()
             for name, measure in (
                 # Forks come last: a rewind would end them each time.
                 ("rewind", branching.rewind),
@@ -87,17 +94,14 @@ class Run:
                 await self.measure(name, lambda m=measure: m(world, self.report))
             await world.engine.forget_all()
             await self.measure("resident", lambda: resident.resident(world, self.report))
-            await world.engine.forget_all()
-            await self.measure("decode", lambda: agent_load.decode(world, self.report))
-            await self.measure("load", lambda: agent_load.agent_load(world, self.report))
 
     async def plain(self) -> None:
         """The same through plain vLLM."""
         texts = Texts(self.folder)
         async with plain.running_plain(self.scale, self.folder) as engine, self.turn():
             for name, measure in (
-                ("plain_decode", plain.plain_decode),
                 ("plain_load", plain.plain_load),
+                ("plain_decode", plain.plain_decode),
             ):
                 await self.measure(
                     name, lambda m=measure: m(engine, self.scale, texts, self.report)

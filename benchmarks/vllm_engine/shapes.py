@@ -5,6 +5,7 @@ vLLM fills the weights at random (`load_format="dummy"`): speed does not depend 
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,12 @@ class Texts:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._ids = self._tokenizer.encode("\n".join(_corpus())).ids
         self._rng = random.Random(seed)
+
+    def reseeded(self, seed: int) -> Texts:
+        """The same text; what was taken before tells nothing of what comes."""
+        texts = copy.copy(self)
+        texts._rng = random.Random(seed)
+        return texts
 
     def take(self, num_tokens: int) -> str:
         """A passage; the same calls in the same order give the same passages."""
