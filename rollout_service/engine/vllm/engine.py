@@ -123,6 +123,10 @@ class VllmEngine:
         self._adapters = adapters_over(options, facts, builder)
         self._info = engine_info(options, facts, builder)
         self._builder = builder
+        if options.device == "cuda" and options.max_adapters:
+            # vLLM compiles at the first score. That would be the probe of the first adapter, and
+            # every running decode would wait for it.
+            await self.score((0,) * 32, policy_version=0)
 
     async def close(self) -> None:
         """End the engine process; later calls raise `Unavailable`."""
