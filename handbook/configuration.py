@@ -48,9 +48,10 @@ A command resolves its settings in this order, the last one wins: defaults, the 
 `OCTOPUS_REDIS_URL`, `OCTOPUS_MQTT_URL`, `OCTOPUS_TOKEN`; the same names with `_FILE` give the path
 of a file that holds the value. A secret among the flags is refused. A key `engine.max_tokens` is
 the flag `--engine.max-tokens` and, in a file, `max_tokens` in the table `[engine]`. `none` unsets a
-key that may be unset. Lists and tables are written as TOML. An unknown key is an error that names
-the nearest one. `--dry-run` prints what was resolved, as TOML or, with `--dry-run json`, as JSON;
-secrets are masked.
+key that may be unset. What ends in `_s` is in seconds, in `_bytes` in bytes, in `_tokens` in tokens
+of the model; the type says which numbers are allowed. Lists and tables are written as TOML. An
+unknown key is an error that names the nearest one. `--dry-run` prints what was resolved, as TOML
+or, with `--dry-run json`, as JSON; secrets are masked.
 """
 
 
@@ -107,9 +108,10 @@ def _model_row(key: str, field: FieldInfo) -> list[str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default is PydanticUndefined:
-        return ""
-    return "unset" if field.default is None else code(str(field.default))
+    # One that is made anew each time, as the host's name, is told in the text.
+    if field.default in (None, PydanticUndefined):
+        return "unset"
+    return code(str(field.default)) or "empty"
 
 
 def _limits(field: FieldInfo) -> str:

@@ -56,6 +56,7 @@ class AllWasReasoning:
 
 
 ReplyEvent = TextDelta | ReasoningDelta | CallBegun | CallArguments | CallFinished | AllWasReasoning
+"""What a part of a reply turns out to be; those of a turn add up to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

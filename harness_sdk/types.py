@@ -171,8 +171,10 @@ class Budget:
 
     tokens_used: int
     tokens_left: int
+    """The answer reserve included."""
     turns_left: int
     threads_left: int
+    """Children that the episode may still fork."""
     reserve_reached: bool = False
     """Only `done` is allowed from here on."""
 
