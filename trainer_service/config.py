@@ -135,8 +135,8 @@ class LossOptions(Options):
 class OptimOptions(Options):
     """AdamW and its schedule."""
 
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate."""
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate; 0 publishes the same weights again and again."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

@@ -138,13 +138,17 @@ async def _run_groups(world: LoopWorld, num_groups: int) -> None:
             await asyncio.gather(*(_episode(client, group, i) for i in range(GROUP_SIZE)))
 
 
-async def train_and_run(world: LoopWorld, config: TrainerConfig, num_groups: int) -> None:
+async def train_and_run(
+    world: LoopWorld, config: TrainerConfig, num_groups: int, *, timeout_s: float = 90.0
+) -> None:
     """Both at once; the first failure of either ends both."""
     tasks = [
         asyncio.create_task(train(config, asyncio.Event())),
         asyncio.create_task(_run_groups(world, num_groups)),
     ]
-    done, running = await asyncio.wait(tasks, timeout=90, return_when=asyncio.FIRST_EXCEPTION)
+    done, running = await asyncio.wait(
+        tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+    )
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
