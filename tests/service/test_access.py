@@ -173,12 +173,16 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
         read_tokens(tmp_path / "gone")
 
 
+def said(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
 def keyed(service: Endpoint, name: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=service.url, api_key=TOKENS[name], max_retries=0)
 
 
 async def test_openai_sessions_are_their_owners_alone() -> None:
-    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+    ask: Any = {"model": "m", "messages": said("q")}
     named: Any = {"extra_headers": {"X-Octopus-Session": "s"}}
     async with endpoint(lambda text: "fine", access=ACCESS) as service:
         alice, bob, trainer = (keyed(service, name) for name in ("alice", "bob", "trainer"))
@@ -188,6 +192,11 @@ async def test_openai_sessions_are_their_owners_alone() -> None:
                 await client.chat.completions.create(**ask)
             # The same name, and the same words: four episodes all the same.
             assert service.sessions.status().open_episodes == 4
+            await alice.chat.completions.create(model="m", messages=said("mine"))
+            told = [*said("mine"), {"role": "assistant", "content": "fine"}, *said("more")]
+            for client, num_open in ((bob, 6), (alice, 6)):
+                await client.chat.completions.create(model="m", messages=told)
+                assert service.sessions.status().open_episodes == num_open
             reply = await alice.responses.create(model="m", input="q")
             with pytest.raises(openai.BadRequestError, match="no such response"):
                 await bob.responses.create(model="m", input="x", previous_response_id=reply.id)
