@@ -17,6 +17,9 @@ ADAPTER_CHUNK_BYTES = 4 * 1024 * 1024
 """An adapter travels through Redis in values of this size."""
 
 
+MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+"""Largest `adapter_config.json`."""
+
 RECORD_FIELD = "record"
 """Field of a stream entry that holds the record's bytes."""
 

@@ -13,7 +13,6 @@ from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import AdapterError
 
-_MAX_CONFIG_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 23
 
 
@@ -35,7 +34,7 @@ def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> st
     sha256 = ""
     for name, limit in (
         (control.ADAPTER_FILE, max_bytes),
-        (control.ADAPTER_CONFIG_FILE, _MAX_CONFIG_BYTES),
+        (control.ADAPTER_CONFIG_FILE, control.MAX_ADAPTER_CONFIG_BYTES),
     ):
         try:
             size = (source / name).stat().st_size

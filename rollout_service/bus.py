@@ -10,18 +10,17 @@ import asyncio
 import contextlib
 import logging
 import random
-import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import aiomqtt
 
 from harness_sdk import control
 from harness_sdk._cancellation import end
+from harness_sdk.broker_address import broker_address
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
-from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
+from harness_sdk.errors import ProtocolError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class ControlBus:
     """One replica's connection to the control bus; an async context manager.
 
     Args:
-        url: `mqtt://[user:password@]host[:port]`, or `mqtts://` for TLS.
+        url: As `broker_address` reads it.
         run: Run name, which names the topics.
         state: This replica's state at the start.
     """
@@ -235,25 +234,14 @@ def _gone(state: ReplicaState) -> ReplicaState:
 
 
 def _connection_options(url: str) -> dict[str, Any]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname:
-        raise ConfigError(
-            "mqtt.url is no address",
-            value=control.masked_url(url),
-            limit="mqtt://host:port or mqtts://host:port",
-        )
-    tls = parts.scheme == "mqtts"
+    address = broker_address(url)
     return {
-        "hostname": parts.hostname,
-        "port": port or (8883 if tls else 1883),
-        "username": unquote(parts.username) if parts.username else None,
-        "password": unquote(parts.password) if parts.password else None,
+        "hostname": address.hostname,
+        "port": address.port,
+        "username": address.username,
+        "password": address.password,
         "protocol": aiomqtt.ProtocolVersion.V311,
-        "tls_context": ssl.create_default_context() if tls else None,
+        "tls_context": address.tls_context,
     }
 
 

@@ -9,14 +9,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from urllib.parse import SplitResult, unquote, urlsplit
 
 import aiomqtt
 
 from harness_sdk import control
 from harness_sdk._cancellation import end
+from harness_sdk.broker_address import broker_address
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
-from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
+from harness_sdk.errors import ProtocolError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +25,12 @@ Replicas = Mapping[str, ReplicaState]
 ECHO_S = 2.0
 """Longest wait for the broker to send the trainer's own message back."""
 
-_SCHEMES = {"mqtt": 1883, "mqtts": 8883}
-
 
 class ControlBus:
     """A connection to the broker that comes back after the broker's restarts.
 
     Args:
-        url: `mqtt://user:password@host:port`, or `mqtts://` for TLS.
+        url: As `broker_address` reads it.
         run: Run name, which names the topics.
         patience_s: How long entering and announcing wait for the broker.
 
@@ -41,7 +39,7 @@ class ControlBus:
     """
 
     def __init__(self, url: str, run: str, *, patience_s: float = 60.0) -> None:
-        self._parts = _address(url)
+        self._address = broker_address(url)
         self._run = run
         self._replica_topics = control.replica_topic(run, "+")
         self._identifier = f"octopus-trainer-{run}-{os.getpid()}-{id(self) % 10_000}"
@@ -168,14 +166,14 @@ class ControlBus:
             self._changed.notify_all()
 
     def _new_client(self) -> aiomqtt.Client:
-        parts = self._parts
+        address = self._address
         return aiomqtt.Client(
-            parts.hostname or "",
-            parts.port or _SCHEMES[parts.scheme],
-            username=unquote(parts.username) if parts.username else None,
-            password=unquote(parts.password) if parts.password else None,
+            address.hostname,
+            address.port,
+            username=address.username,
+            password=address.password,
             identifier=self._identifier,
-            tls_params=aiomqtt.TLSParameters() if parts.scheme == "mqtts" else None,
+            tls_context=address.tls_context,
             timeout=10.0,
         )
 
@@ -195,17 +193,3 @@ class ControlBus:
                 except ProtocolError as error:
                     log.warning("replica %s sent something else than its state: %s", topic, error)
             self._changed.notify_all()
-
-
-def _address(url: str) -> SplitResult:
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        # Looking at a port that is no number raises too.
-        if parts.scheme in _SCHEMES and parts.hostname and parts.port != 0:
-            return parts
-    raise ConfigError(
-        "not an MQTT address",
-        value=control.masked_url(url),
-        limit="mqtt://host:port or mqtts://host:port",
-        remedy="correct mqtt.url",
-    )

@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "template": "probe a chat template: whether and how it is served",
     "view": "draw an episode's DAG as an HTML page or a PNG",
     "watch": "serve a live page of a run: groups, reward, replicas, episodes",
+    "secrets": "draw certificates, users and tokens for a deployment",
     "status": "show replicas, versions and the stream in one screen",
     "doctor": "check this machine and its services for common faults",
 }

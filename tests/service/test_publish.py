@@ -418,5 +418,5 @@ async def test_replica_that_is_ahead_of_the_run_folder_stops_the_trainer(
     "url", ["http://host", "mqtt://", "mqtt://host:port", "mqtt://host:99999", "mqtt://[::1"]
 )
 def test_address_that_is_none_is_refused_before_anything_waits(url: str) -> None:
-    with pytest.raises(ConfigError, match="not an MQTT address"):
+    with pytest.raises(ConfigError, match="no address of a broker"):
         ControlBus(url, "r")

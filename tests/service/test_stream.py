@@ -238,6 +238,17 @@ async def test_adapter_chunks_are_written_to_the_folder(
         assert (tmp_path / control.ADAPTER_CONFIG_FILE).read_text() == "{}"
         with pytest.raises(AdapterError, match="too large"):
             await stream.fetch_adapter(3, tmp_path, max_bytes=len(data) - 1)
+        meta_key = control.adapter_meta_key(RUN, 3)
+        await client.hset(meta_key, "config", b" " * (control.MAX_ADAPTER_CONFIG_BYTES + 1))
+        with pytest.raises(AdapterError, match=r"adapter_config\.json of adapter 3 is too large"):
+            await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
+        await client.hset(meta_key, mapping={"config": "{}", "num_chunks": "many"})
+        with pytest.raises(AdapterError, match="no number"):
+            await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
+        await client.hset(meta_key, "num_chunks", 10**12)
+        await client.append(control.adapter_chunk_key(RUN, 3, 2), b"more")
+        with pytest.raises(AdapterError, match="not whole"):
+            await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
         await client.delete(control.adapter_chunk_key(RUN, 3, 1))
         with pytest.raises(AdapterError, match="not whole"):
             await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))

@@ -16,6 +16,7 @@ CONTRACTS = (
     "harness_sdk.record",
     "harness_sdk.records_file",
     "harness_sdk.control",
+    "harness_sdk.broker_address",
     "harness_sdk.exposition",
     "harness_sdk.measures",
     "harness_sdk.model_cost",

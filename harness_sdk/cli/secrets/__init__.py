@@ -1,0 +1,142 @@
+"""`octopus secrets`: certificates, users and tokens of a deployment, drawn once into a folder.
+
+Each file holds one secret, so that each service is given what it needs and nothing else:
+
+| file | who reads it |
+|---|---|
+| `ca.pem` | everybody; `ca.key` stays where it is, to sign more |
+| `valkey.pem`, `valkey.key`, `valkey.acl` | Valkey |
+| `mosquitto.pem`, `mosquitto.key`, `mosquitto.passwords`, `mosquitto.acl` | Mosquitto |
+| `rollout.pem`, `rollout.key`, `tokens`, `redis.rollout`, `mqtt.rollout` | a rollout service |
+| `redis.trainer`, `mqtt.trainer` | the trainer |
+| `token.agent`, `redis.agent` | who runs agents |
+| `token.monitor`, `redis.monitor`, `mqtt.monitor` | `octopus status`, `octopus watch` |
+| `token.admin` | nobody, until there is need |
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+from harness_sdk.cli.option_file import render_options
+from harness_sdk.cli.secrets.users import (
+    BROKER_TOPICS,
+    REDIS_RULES,
+    mosquitto_acl,
+    mosquitto_passwords,
+    valkey_acl,
+)
+from harness_sdk.cli.settings import add_file_arguments
+from harness_sdk.errors import ConfigError
+
+_TOKENS = {"agent": "agent", "monitor": "trainer", "admin": "admin"}
+"""Name of a token's holder, and its scope."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="new folder for the files")
+    parser.add_argument(
+        "--run", default="*", help="the one run whose keys and topics the users reach (all)"
+    )
+    parser.add_argument(
+        "--redis", default="valkey:6379", metavar="HOST:PORT", help="where Valkey is reached"
+    )
+    parser.add_argument(
+        "--mqtt", default="mosquitto:8883", metavar="HOST:PORT", help="where the broker is reached"
+    )
+    parser.add_argument(
+        "--host", action="append", default=[], metavar="NAME",
+        help="a further name or address of the services, for their certificates",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mount", type=Path, default=Path("/run/secrets"), metavar="DIR",
+        help="where services find the folder's files (/run/secrets, as in compose.yaml)",
+    )  # fmt: skip
+    parser.add_argument("--days", type=int, default=730, help="how long certificates hold (730)")
+    add_file_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw everything, where nothing is yet."""
+    if args.dry_run:
+        sys.stdout.write(render_options(args))
+        return 0
+    _make_folder(args.folder)
+    from harness_sdk.cli.secrets.certificates import Authority
+
+    authority = Authority(days=args.days)
+    files = authority.files()
+    for service, address in (("valkey", args.redis), ("mosquitto", args.mqtt), ("rollout", "")):
+        names = dict.fromkeys([service, _host(address), *args.host, "localhost", "127.0.0.1"])
+        files |= authority.issue(service, [name for name in names if name])
+    files |= _redis_files(args) | _broker_files(args) | _token_files()
+    for name, data in files.items():
+        # Containers read single files as users of their own; the folder keeps others out.
+        (args.folder / name).touch(mode=0o644)
+        (args.folder / name).write_bytes(data)
+    (args.folder / "ca.key").chmod(0o600)
+    sys.stdout.write(f"{len(files)} files in {args.folder}; keep ca.key off the nodes\n")
+    return 0
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:
+        if any(folder.iterdir()):
+            raise ConfigError(
+                "the folder holds files, and secrets are drawn once",
+                value=folder,
+                remedy="name a new folder; services take its secrets when they start again",
+            ) from error
+        folder.chmod(0o700)
+
+
+def _redis_files(args: argparse.Namespace) -> dict[str, bytes]:
+    passwords = {name: secrets.token_urlsafe(32) for name in REDIS_RULES}
+    urls = {
+        f"redis.{name}": _url("rediss", name, word, f"{args.redis}/0", args.mount)
+        for name, word in passwords.items()
+    }
+    return _encoded({**urls, "valkey.acl": valkey_acl(passwords, args.run)})
+
+
+def _broker_files(args: argparse.Namespace) -> dict[str, bytes]:
+    passwords = {name: secrets.token_urlsafe(32) for name in BROKER_TOPICS}
+    urls = {
+        f"mqtt.{name}": _url("mqtts", name, word, args.mqtt, args.mount)
+        for name, word in passwords.items()
+    }
+    run = "+" if args.run == "*" else args.run
+    return _encoded(
+        {
+            **urls,
+            "mosquitto.passwords": mosquitto_passwords(passwords),
+            "mosquitto.acl": mosquitto_acl(run),
+        }
+    )
+
+
+def _token_files() -> dict[str, bytes]:
+    tokens = {name: secrets.token_urlsafe(32) for name in _TOKENS}
+    rows = [f"{name} {scope} {tokens[name]}\n" for name, scope in _TOKENS.items()]
+    single = {f"token.{name}": f"{token}\n" for name, token in tokens.items()}
+    return _encoded({**single, "tokens": "".join(rows)})
+
+
+def _url(scheme: str, user: str, password: str, place: str, mount: Path) -> str:
+    ca = quote(str(mount / "ca.pem"))
+    return f"{scheme}://{user}:{password}@{place}?ssl_ca_certs={ca}\n"
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _encoded(files: dict[str, str]) -> dict[str, bytes]:
+    return {name: text.encode() for name, text in files.items()}
