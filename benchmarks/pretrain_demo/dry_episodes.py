@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from harness_sdk._requests import as_messages
 from harness_sdk.cli.demo.task import DEMO_PRIMITIVES
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.tools import tool_schema
-from harness_sdk.types import ROOT_THREAD, BranchResult, Turn
+from harness_sdk.types import ROOT_THREAD, BranchResult, Limits, Turn
 from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.chat.tokenizer import ChatTokenizer
 from rollout_service.engine.dry import DryEngine
@@ -51,6 +51,10 @@ class DryThread:
         """Mount a peer's steps."""
         await self._episode.sessions.read_thread(self._call, branch, *steps)
 
+    async def rewind(self, step: int, *, note: str = "") -> None:
+        """Go back to an earlier step."""
+        await self._episode.sessions.rewind(self._call, step, note)
+
     async def wait(self, *, tool_call_id: str = "") -> list[BranchResult]:
         """Until every child has ended."""
         async for event in self._episode.sessions.wait(self._call):
@@ -61,6 +65,10 @@ class DryThread:
     async def done(self, answer: str) -> None:
         """End the thread."""
         await self._episode.sessions.done(self._call, answer)
+
+    async def cancel(self, reason: str = "") -> None:
+        """End the thread without an answer."""
+        await self._episode.sessions.cancel(self._call, reason)
 
 
 class DryEpisode:
@@ -88,9 +96,17 @@ class DryService:
         return str(len(self._records))
 
     @asynccontextmanager
-    async def episode(self, task_id: str) -> AsyncIterator[DryEpisode]:
+    async def episode(
+        self,
+        task_id: str,
+        *,
+        primitives: Sequence[str] = DEMO_PRIMITIVES,
+        limits: Limits | None = None,
+    ) -> AsyncIterator[DryEpisode]:
         """An open episode; its record is `last_record` after the block."""
-        request = OpenRequest(task_id=task_id, primitives=DEMO_PRIMITIVES)
+        request = OpenRequest(
+            task_id=task_id, primitives=tuple(primitives), limits=limits or Limits()
+        )
         opened = await self._sessions.open(request)
         yield DryEpisode(self._sessions, opened.episode_id)
         await self._sessions.close(opened.episode_id)
