@@ -20,6 +20,7 @@ from harness_sdk.errors import ClientClosed, ConfigError
 from harness_sdk.options import RetryPolicy, TlsOptions
 from harness_sdk.retry import call_with_retry
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
+from harness_sdk.tracing import Metadata
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -91,14 +92,20 @@ class Rpc:
         self._limiting_side = limiting_side
         self._closed = False
 
-    async def unary(self, method: Method[Q, R], request: Q, timeout_s: float | None) -> R:
+    async def unary(
+        self,
+        method: Method[Q, R],
+        request: Q,
+        timeout_s: float | None,
+        metadata: Metadata = (),
+    ) -> R:
         """Call `method` until it answers, within `timeout_s` seconds."""
         self._check(request)
 
         async def attempt(left_s: float | None) -> R:
             call = self._channel.unary_unary(
                 method.path, method.request.SerializeToString, method.reply.FromString
-            )(request, timeout=left_s, metadata=self._metadata)
+            )(request, timeout=left_s, metadata=(*self._metadata, *metadata))
             try:
                 return await call
             except grpc.aio.AioRpcError as error:
@@ -110,7 +117,11 @@ class Rpc:
         return await call_with_retry(attempt, self._retry, timeout_s)
 
     async def stream(
-        self, method: Method[Q, R], request: Q, timeout_s: float | None
+        self,
+        method: Method[Q, R],
+        request: Q,
+        timeout_s: float | None,
+        metadata: Metadata = (),
     ) -> AsyncGenerator[R, None]:
         """The messages of one call; it is repeated only while none has come.
 
@@ -119,7 +130,7 @@ class Rpc:
         self._check(request)
 
         async def first(left_s: float | None) -> tuple[AsyncGenerator[R, None], R | None]:
-            replies = self._replies(method, request, left_s)
+            replies = self._replies(method, request, left_s, metadata)
             return replies, await anext(replies, None)
 
         replies, reply = await call_with_retry(first, self._retry, timeout_s)
@@ -141,11 +152,11 @@ class Rpc:
         await self._channel.close()
 
     async def _replies(
-        self, method: Method[Q, R], request: Q, timeout_s: float | None
+        self, method: Method[Q, R], request: Q, timeout_s: float | None, metadata: Metadata
     ) -> AsyncGenerator[R, None]:
         call = self._channel.unary_stream(
             method.path, method.request.SerializeToString, method.reply.FromString
-        )(request, timeout=timeout_s, metadata=self._metadata)
+        )(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
         try:
             async for reply in call:
                 yield reply

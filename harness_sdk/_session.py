@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import AsyncGenerator, Collection, Coroutine, Generator
+from typing import Any, TypeVar, cast
 
+from harness_sdk import tracing
 from harness_sdk._channel import Method, Q, R, Rpc
 from harness_sdk.errors import Cancelled, ClientClosed, EpisodeNotFound, HarnessError
 from harness_sdk.options import Timeouts
+from harness_sdk.rpc.v1 import rollout_pb2 as pb
+from harness_sdk.tracing import Metadata, Span
 from harness_sdk.types import Limits, SamplingOptions
 
 T = TypeVar("T")
@@ -24,6 +28,7 @@ class Session:
         primitives: Branching tools that the model is offered.
         limits: The budgets that the service granted.
         figures: What its agent reports of it.
+        span: Of the episode's trace, the one that all of its calls belong to.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Session:
         self.primitives = primitives
         self.limits = Limits()
         self.figures: dict[str, float] = {}
+        self.span = Span()
         self._rpc = rpc
         self._closed: HarnessError | None = ClientClosed(
             "the episode is not open",
@@ -75,13 +81,14 @@ class Session:
 
     def hold(self, method: Method[Q, R], request: Q) -> AsyncGenerator[R, None]:
         """The messages of the call that opens the episode and holds it, without a deadline."""
-        return self._rpc.stream(method, request, None)
+        return self._rpc.stream(method, request, None, self.span.metadata)
 
     async def unary(self, method: Method[Q, R], request: Q, timeout_s: float | None) -> R:
         """One unary call of this episode."""
         self.check_open()
         try:
-            return await self._rpc.unary(method, request, timeout_s)
+            with self._traced(method, request) as metadata:
+                return await self._rpc.unary(method, request, timeout_s, metadata)
         except EpisodeNotFound:
             # Where the episode was lost, the reason tells more than its absence.
             self.check_open()
@@ -92,15 +99,16 @@ class Session:
     ) -> AsyncGenerator[R, None]:
         """The messages of one streaming call of this episode."""
         self.check_open()
-        replies = self._rpc.stream(method, request, timeout_s)
-        try:
-            async for reply in replies:
-                yield reply
-        except EpisodeNotFound:
-            self.check_open()
-            raise
-        finally:
-            await replies.aclose()
+        with self._traced(method, request) as metadata:
+            replies = self._rpc.stream(method, request, timeout_s, metadata)
+            try:
+                async for reply in replies:
+                    yield reply
+            except EpisodeNotFound:
+                self.check_open()
+                raise
+            finally:
+                await replies.aclose()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], thread_id: str = "") -> asyncio.Task[T]:
         """Run `coroutine` as a task of the episode, on behalf of `thread_id`."""
@@ -141,3 +149,22 @@ class Session:
         tasks = self.request_cancel(thread_ids)
         if tasks:
             await asyncio.wait(tasks)
+
+    @contextlib.contextmanager
+    def _traced(self, method: Method[Q, R], request: Q) -> Generator[Metadata]:
+        """A span of the episode's trace around a call; yields what the call carries of it."""
+        call = cast("pb.CallContext", getattr(request, "call", None) or pb.CallContext())
+        span = tracing.begin(
+            method.path.lstrip("/"),
+            within=self.span,
+            kind="client",
+            episode=self.episode_id,
+            thread=call.thread_id,
+            request=call.idempotency_key,
+        )
+        try:
+            yield span.metadata
+        except BaseException as error:
+            span.end(error)
+            raise
+        span.end()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from harness_sdk import _channel, _wire
+from harness_sdk import _channel, _wire, tracing
 from harness_sdk._channel import Rpc
 from harness_sdk._session import Session
 from harness_sdk.errors import (
@@ -24,9 +24,11 @@ from harness_sdk.errors import (
     ToolError,
     Unavailable,
 )
+from harness_sdk.log_ids import log_ids
 from harness_sdk.options import Timeouts
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.thread import Thread
+from harness_sdk.tracing import Span
 from harness_sdk.types import PRIMITIVES, EpisodeResult, Limits, SamplingOptions, StopReason
 
 T = TypeVar("T")
@@ -84,6 +86,7 @@ class Episode:
             primitives=options.primitives,
         )
         self._root: Thread | None = None
+        self._scope = _Scope()
         self._group = asyncio.TaskGroup()
         self._watcher: asyncio.Task[None] | None = None
         self._entered = False
@@ -115,6 +118,15 @@ class Episode:
                 remedy="make another with client.episode(...)",
             )
         self._entered = True
+        self._session.span = self._scope.enter(self.options)
+        try:
+            await self._open()
+        except BaseException as error:
+            self._scope.leave(error)
+            raise
+        return self
+
+    async def _open(self) -> None:
         events = self._session.hold(_channel.OPEN_EPISODE, self._request())
         try:
             opened = await self._opened(events)
@@ -127,9 +139,21 @@ class Episode:
         self._session.open(self._group)
         self._root = Thread(self._session, self.threads, opened.root_thread, opened.head)
         self._watcher = asyncio.create_task(self._watch(events))
-        return self
 
     async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._leave(kind, error, traceback)
+        except BaseException as raised:
+            self._scope.leave(raised)
+            raise
+        self._scope.leave(error)
+
+    async def _leave(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
@@ -271,6 +295,36 @@ class Episode:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
+
+
+class _Scope:
+    """What holds within an episode's block: its span is current, and log lines carry its id."""
+
+    def __init__(self) -> None:
+        self._span = Span()
+        self._within = contextlib.ExitStack()
+        self._task: asyncio.Task[Any] | None = None
+
+    def enter(self, options: EpisodeOptions) -> Span:
+        """Begin the episode's span."""
+        self._span = tracing.begin(
+            "octopus.episode",
+            run=options.run,
+            group=options.group_id,
+            task=options.task_id,
+            episode=options.episode_id,
+        )
+        self._task = asyncio.current_task()
+        self._within.enter_context(log_ids(run=options.run, episode=options.episode_id))
+        self._within.enter_context(self._span.current())
+        return self._span
+
+    def leave(self, error: BaseException | None) -> None:
+        """End it; `error` is what the block ended with."""
+        # Context variables can be put back only where they were set.
+        if asyncio.current_task() is self._task:
+            self._within.close()
+        self._span.end(error)
 
 
 def episode_options(

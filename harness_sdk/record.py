@@ -112,6 +112,8 @@ class EpisodeRecord:
     engine: str
     error_kind: str = ""
     error_message: str = ""
+    traceparent: str = ""
+    """W3C trace context of the episode on its replica; empty where nobody traces."""
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from harness_sdk._turns import Messages, Tools, turn_events, turn_request
 from harness_sdk._waiting import watched
 from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import Cancelled, ProtocolError, ThreadEnded
+from harness_sdk.log_ids import log_ids
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.types import (
     BranchResult,
@@ -350,7 +351,8 @@ class Thread:
 
     async def _own(self, coroutine: Coroutine[Any, Any, T]) -> T | None:
         try:
-            result = await coroutine
+            with log_ids(thread=self.thread_id):
+                result = await coroutine
         except (Cancelled, ThreadEnded):
             # The service may end the thread before its task hears of it.
             if self.ended and self.status is not ThreadStatus.CANCELLED:

@@ -17,6 +17,7 @@ from harness_sdk._turns import Messages
 from harness_sdk.errors import BudgetExhausted, ConfigError, ToolError
 from harness_sdk.thread import Thread
 from harness_sdk.tools import Tool, tools_by_name
+from harness_sdk.tracing import spanning
 from harness_sdk.types import Message, SamplingOptions, ThreadStatus, ToolCall, Turn
 
 logger = logging.getLogger(__name__)
@@ -285,8 +286,9 @@ class _ThreadLoop:
         timeout_s = self._loop.options.tool_timeout_s
         limit = asyncio.timeout(timeout_s)
         try:
-            async with limit:
-                return await tool.run(bound)
+            with spanning("octopus.tool", tool=call.name, thread=self.thread.thread_id):
+                async with limit:
+                    return await tool.run(bound)
         except ToolError:
             raise
         except Exception as error:

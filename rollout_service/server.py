@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -21,8 +22,10 @@ from harness_sdk.errors import (
     InvalidRequest,
     ProtocolError,
 )
+from harness_sdk.log_ids import log_ids
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1 import rollout_pb2_grpc
+from harness_sdk.tracing import spanning
 from harness_sdk.types import BranchResult, Message, SamplingOptions
 from rollout_service.access import Access, Caller
 from rollout_service.background import Background
@@ -141,10 +144,14 @@ async def abort(context: Context, error: Exception) -> NoReturn:
 def _unary(method: Callable[[Any, Q, Caller], Awaitable[R]]) -> Any:
     @functools.wraps(method)
     async def handler(self: Any, request: Q, context: Context) -> R:
-        try:
-            return await method(self, request, self._access.caller(_authorization(context)))
-        except Exception as error:
-            await abort(context, error)
+        ids = _ids(request)
+        with log_ids(**ids):
+            try:
+                caller = self._access.caller(_authorization(context))
+                with _span(method.__name__, ids, context):
+                    return await method(self, request, caller)
+            except Exception as error:
+                await abort(context, error)
 
     return handler
 
@@ -152,12 +159,42 @@ def _unary(method: Callable[[Any, Q, Caller], Awaitable[R]]) -> Any:
 def _streaming(method: Callable[[Any, Q, Context, Caller], Awaitable[None]]) -> Any:
     @functools.wraps(method)
     async def handler(self: Any, request: Q, context: Context) -> None:
-        try:
-            await method(self, request, context, self._access.caller(_authorization(context)))
-        except Exception as error:
-            await abort(context, error)
+        ids = _ids(request)
+        with log_ids(**ids):
+            try:
+                caller = self._access.caller(_authorization(context))
+                with _span(method.__name__, ids, context):
+                    await method(self, request, context, caller)
+            except Exception as error:
+                await abort(context, error)
 
     return handler
+
+
+def _ids(request: Any) -> dict[str, str]:
+    """What a call is about, for the log and the trace."""
+    call = getattr(request, "call", request)
+    return {
+        "episode": getattr(call, "episode_id", ""),
+        "thread": getattr(call, "thread_id", ""),
+        "request": getattr(call, "idempotency_key", ""),
+    }
+
+
+def _span(name: str, ids: dict[str, str], context: Context) -> AbstractContextManager[object]:
+    """The call's span, in its caller's trace."""
+    if not ids["episode"]:
+        # Connect and Status, which some ask for every other second, belong to no episode.
+        return contextlib.nullcontext()
+    metadata: Any = context.invocation_metadata() or ()
+    return spanning(
+        f"octopus.rpc.v1.Rollout/{name}",
+        kind="server",
+        metadata=metadata,
+        episode=ids["episode"],
+        thread=ids["thread"],
+        request=ids["request"],
+    )
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):

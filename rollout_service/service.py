@@ -17,6 +17,7 @@ from harness_sdk._cancellation import end
 from harness_sdk.cli.settings import render_config
 from harness_sdk.control import ReplicaState
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
+from harness_sdk.log_ids import set_ids
 from rollout_service.access import Access, read_tokens
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
@@ -39,6 +40,7 @@ _MAX_TOKENS = 262_144
 
 async def run_service(config: RolloutConfig) -> None:
     """Serve until SIGINT or SIGTERM, then stop within `server.grace_s` a part."""
+    set_ids(run=config.run)
     logger.info("resolved configuration:\n%s", render_config(config))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

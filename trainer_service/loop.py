@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from harness_sdk._cancellation import end
 from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.model_cost import ModelCost, read_model_cost
+from harness_sdk.tracing import spanning
 from trainer_service.bus import ControlBus
 from trainer_service.config import TrainerConfig
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
@@ -32,6 +33,7 @@ from trainer_service.run_keys import claim_run, grant_permits, permits, send_fig
 from trainer_service.run_state import Progress, RunState, probe_tokens
 from trainer_service.sinks import Sink, open_sinks
 from trainer_service.step import StepResult, dismiss, train_step
+from trainer_service.step_trace import tell_episodes
 from trainer_service.stream import EpisodeStream, RedisLink
 
 log = logging.getLogger(__name__)
@@ -126,6 +128,17 @@ class _Loop:
 
     async def _step(self, batch: Batch, values: dict[str, float]) -> None:
         """One optimiser step and all that its durability allows."""
+        begun_s = time.time()
+        version = self._run.progress.version
+        traces = [episode.record.traceparent for episode in batch.episodes]
+        with spanning(
+            "octopus.step", links=traces, run=self._config.run, policy_version=version
+        ) as span:
+            await self._take_step(batch, values)
+            span.set(step=self._run.optimizer.num_steps, episodes=len(batch.episodes))
+        tell_episodes(batch, span, begun_s, step=self._run.optimizer.num_steps)
+
+    async def _take_step(self, batch: Batch, values: dict[str, float]) -> None:
         begin = time.monotonic()
         version = self._run.progress.version
         result: StepResult = await asyncio.to_thread(
@@ -391,6 +404,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
 def _timed(values: dict[str, float], name: str) -> Iterator[None]:
     begin = time.monotonic()
     try:
-        yield
+        with spanning(f"octopus.{name.removeprefix('seconds/')}"):
+            yield
     finally:
         values[name] = time.monotonic() - begin

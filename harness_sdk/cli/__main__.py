@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 
 from harness_sdk.cli.environment import refuse_secrets
-from harness_sdk.cli.logs import set_up_logging
+from harness_sdk.cli.logs import FORMS, set_up_logging
 from harness_sdk.cli.option_file import parse_command
+from harness_sdk.cli.traces import set_up_tracing
 from harness_sdk.errors import HarnessError
 from harness_sdk.printable import printable
 
@@ -53,11 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     sub = argparse.ArgumentParser(
         prog=f"octopus {args.command}", description=_sentence(COMMANDS[args.command])
     )
-    set_up_logging()
+    words = rest + arguments[1:]
+    set_up_logging(_log_form(words))
     try:
         refuse_secrets(arguments)
         command.add_arguments(sub)
-        return command.run(parse_command(sub, rest + arguments[1:]))
+        _add_log_format(sub)
+        parsed = parse_command(sub, words)
+        set_up_tracing(args.command)
+        return command.run(parsed)
     except HarnessError as error:
         sys.stderr.write(f"octopus {args.command}: {printable(str(error))}\n")
         return 1
@@ -71,6 +76,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _add_log_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-format", choices=FORMS, default=FORMS[0], help="how the log is written to stderr"
+    )
+
+
+def _log_form(words: Sequence[str]) -> str:
+    """The form asked for, before anything else is parsed: what goes wrong there is logged in it."""
+    finder = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    _add_log_format(finder)
+    try:
+        return finder.parse_known_args(words)[0].log_format
+    except argparse.ArgumentError:
+        # Said again, with the command's usage, once the whole line is parsed.
+        return FORMS[0]
 
 
 def _file_error(error: OSError) -> HarnessError:

@@ -22,7 +22,7 @@ from harness_sdk.cli.settings import (
 )
 from harness_sdk.errors import ConfigError
 
-_OWN = ("help", "config", "dry_run")
+_OWN = ("help", "config", "dry_run", "log_format")
 _KINDS: dict[Any, tuple[str, type | tuple[type, ...]]] = {
     None: ("a string", str),
     Path: ("a string", str),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness_sdk.cli.embedded import ValkeyServer, embedded_broker
+from harness_sdk.cli.logs import log_arguments
 from harness_sdk.cli.processes import spawn, stop
 from harness_sdk.cli.settings import render_toml, validate_config
 from harness_sdk.errors import ServiceError, Unavailable
@@ -128,7 +129,7 @@ class LocalStack:
         path = self._config.run_folder / f"{name}.toml"
         await asyncio.to_thread(path.write_text, render_toml(settings), "utf-8")
         process = await spawn(
-            [sys.executable, "-m", f"{name}_service", "--config", str(path)],
+            [sys.executable, "-m", f"{name}_service", "--config", str(path), *log_arguments()],
             log_path=self.log_path(name),
             environment=self._environment(),
         )

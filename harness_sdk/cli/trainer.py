@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.log_ids import set_ids
 
 if TYPE_CHECKING:
     from trainer_service.config import TrainerConfig
@@ -72,6 +73,7 @@ async def _train(config: TrainerConfig) -> None:
     """The first signal ends after the step in progress, the second one at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    set_ids(run=config.run)
 
     def ask_to_stop(number: signal.Signals) -> None:
         if stop.is_set():

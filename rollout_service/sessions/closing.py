@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness_sdk.errors import HarnessError, Unavailable
+from harness_sdk.tracing import spanning
 from harness_sdk.types import EpisodeResult, StopReason
 from rollout_service.sessions.episode import Episode, Service
 from rollout_service.sessions.options import RecordSink
@@ -77,7 +78,10 @@ class Closing:
         except HarnessError as error:
             # An engine that has ended holds nothing, and the episode is data all the same.
             logger.error("episode %s gave nothing back: %s", episode.episode_id, error)
-        entry_id = await self._sink.write(record) if self._sink is not None else ""
+        entry_id = ""
+        if self._sink is not None:
+            with spanning("octopus.write", within=episode.span, tokens=record.num_tokens):
+                entry_id = await self._sink.write(record)
         result = EpisodeResult(
             stop_reason=reason,
             entry_id=entry_id,

@@ -18,6 +18,7 @@ from harness_sdk.errors import (
     ThreadNotFound,
 )
 from harness_sdk.record import NodeKind
+from harness_sdk.tracing import Span
 from harness_sdk.types import ROOT_THREAD, Budget, StopReason, ThreadStatus
 from rollout_service.background import Background
 from rollout_service.chat.renderer import ChatRenderer
@@ -57,6 +58,7 @@ class Episode:
         guardrails: Its rules.
         version_policy: keep or refresh.
         policy_version: Newest version at its opening.
+        span: Begun with it; whoever forgets the episode ends it.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Episode:
         *,
         version_policy: VersionPolicy,
         policy_version: int,
+        span: Span | None = None,
     ) -> None:
         self.service = service
         self.episode_id = episode_id
@@ -76,6 +79,8 @@ class Episode:
         self.version_policy = version_policy
         self.policy_version = policy_version
         self.opened_at_s = time.time()
+        self.span = span or Span()
+        """Of the episode's trace; what is done outside of a call belongs to it."""
         self.threads: dict[str, Thread] = {}
         self.nodes: list[NodeEntry] = []
         self.num_tokens = 0

@@ -87,6 +87,7 @@ def build_record(
         tokenizer_hash=service.chat.tokenizer.digest,
         template_hash=service.chat.template_hash,
         engine=info.name,
+        traceparent=episode.span.traceparent,
     )
 
 

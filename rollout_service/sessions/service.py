@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import EpisodeNotFound, HarnessError, InvalidRequest, Unavailable
 from harness_sdk.record import EpisodeRecord
+from harness_sdk.tracing import begin, spanning
 from harness_sdk.types import (
     BranchResult,
     EpisodeResult,
@@ -122,9 +123,11 @@ class Sessions:
         if repeated is not None:
             return self._hold(repeated)
         self._reserve_id(episode_id, request.idempotency_key)
+        span = begin("octopus.session", run=self.options.run, episode=episode_id)
         try:
-            if await self._admission.admit(on_queued):
-                self._service.metrics.add("guardrails/queued_episodes")
+            with spanning("octopus.admission", within=span):
+                if await self._admission.admit(on_queued):
+                    self._service.metrics.add("guardrails/queued_episodes")
             self._check_admits()
             episode = Episode(
                 self._service,
@@ -141,8 +144,12 @@ class Sessions:
                 ),
                 version_policy=version_policy,
                 policy_version=self._service.newest_version(),
+                span=span,
             )
             self._episodes[episode_id] = episode
+        except BaseException as error:
+            span.end(error)
+            raise
         finally:
             self._opening.pop(episode_id, None)
         self._service.metrics.add("episodes/opened")
@@ -447,6 +454,8 @@ class Sessions:
 
     def _forget(self, episode: Episode) -> None:
         del self._episodes[episode.episode_id]
+        episode.span.set(stop_reason=str(episode.closing), tokens=episode.num_tokens)
+        episode.span.end()
         self._forecast.ended(episode.footprint())
 
 

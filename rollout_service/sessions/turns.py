@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import BudgetExhausted, EngineError
 from harness_sdk.record import NodeKind
+from harness_sdk.tracing import spanning
 from harness_sdk.types import FinishReason, Turn
 from rollout_service.chat.calls import ParsedReply
 from rollout_service.chat.tokenizer import TextStream
@@ -70,14 +71,15 @@ async def take_turn(
     try:
         parent = thread.head
         if plan.token_ids:
-            parent = await extend(episode, parent, plan.token_ids, thread.mounts, version)
+            with spanning("octopus.extend", within=episode.span, tokens=len(plan.token_ids)):
+                parent = await extend(episode, parent, plan.token_ids, thread.mounts, version)
             fresh.append(parent)
         assert parent is not None
         told = _Told(_reader(episode, thread, request, plan) if request.with_events else None, emit)
-        if request.demonstration is not None:
-            turn, finish = await _demonstrate(episode, parent, request, plan, version, told)
-        else:
-            turn, finish = await _sample(episode, parent, request, plan, version, told)
+        take = _sample if request.demonstration is None else _demonstrate
+        with spanning("octopus.turn", within=episode.span, policy_version=version) as span:
+            turn, finish = await take(episode, parent, request, plan, version, told)
+            span.set(tokens=len(turn.token_ids), finish_reason=finish, step=plan.step)
         fresh.append(turn)
         kept = _without_leaf(episode, turn)
         if kept is not turn:

@@ -18,6 +18,8 @@ CONTRACTS = (
     "harness_sdk.control",
     "harness_sdk.broker_address",
     "harness_sdk.exposition",
+    "harness_sdk.log_ids",
+    "harness_sdk.tracing",
     "harness_sdk.measures",
     "harness_sdk.model_cost",
     "harness_sdk._wire",

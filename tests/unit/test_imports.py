@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "vllm", "triton", "transformers", "redis", "numpy", "matplotlib")
+HEAVY = ("torch", "vllm", "triton", "transformers", "redis", "numpy", "matplotlib", "opentelemetry")
 LIGHT = (
     "harness_sdk",
     "harness_sdk.types",
     "harness_sdk.errors",
     "harness_sdk.record",
     "harness_sdk.control",
+    "harness_sdk.tracing",
     "harness_sdk.cli.__main__",
     "harness_sdk.cli.settings",
     "rollout_service.config",

@@ -1,0 +1,111 @@
+"""The log of a command: ids on every line, in text and in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from harness_sdk import OctopusClient
+from harness_sdk.cli.logs import FORMS, log_arguments, set_up_logging
+from harness_sdk.errors import EngineError
+from harness_sdk.log_ids import NAMES, log_ids, set_ids
+from harness_sdk.record import EpisodeRecord
+from tests.service.sdk_service import scripted
+
+logger = logging.getLogger("octopus.test")
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    # What pytest has put there is its own to close.
+    root.handlers.clear()
+    set_up_logging(request.param)
+    yield request.param
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def log(form: str) -> io.StringIO:
+    stream = io.StringIO()
+    (handler,) = logging.getLogger().handlers
+    assert isinstance(handler, logging.StreamHandler)
+    handler.setStream(stream)
+    return stream
+
+
+async def test_lines_carry_the_ids_of_the_task_they_come_from(form: str, log: io.StringIO) -> None:
+    async def work(thread: str) -> None:
+        with log_ids(thread=thread, request=""):
+            await asyncio.sleep(0)
+            logger.warning("slow")
+
+    set_ids(run="r")
+    with log_ids(episode="e"):
+        await asyncio.gather(work("t1"), asyncio.to_thread(logger.warning, "off the loop"))
+    logger.warning("after", extra={"episode_id": "e2"})
+    found = {}
+    for line in log.getvalue().splitlines():
+        if form == "text":
+            head, _, told = line.rstrip("]").partition(" [")
+            found[head.rpartition("octopus.test ")[2]] = dict(x.split("=") for x in told.split())
+        else:
+            told = json.loads(line)
+            assert {"time", "level", "logger"} < told.keys()
+            ids = {name: told[name] for name in NAMES if name in told}
+            found[told["message"]] = ids
+    assert found == {
+        "slow": {"run": "r", "episode": "e", "thread": "t1"},
+        "off the loop": {"run": "r", "episode": "e"},
+        "after": {"run": "r", "episode": "e2"},
+    }
+
+
+def test_nothing_that_was_said_forges_a_line(form: str, log: io.StringIO) -> None:
+    hostile = "x\n2026-01-01 ERROR forged\x1b[2J\ud800"
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        with log_ids(episode=hostile):
+            logger.exception("failed: %s", hostile, extra={"thread_id": hostile, "count": 3})
+    text = log.getvalue()
+    assert "\x1b" not in text
+    if form == "text":
+        first, *others = text.splitlines()
+        assert "octopus.test failed" in first and all(line.startswith("    ") for line in others)
+        return
+    (line,) = text.splitlines()
+    told = json.loads(line)
+    assert (told["episode"], told["thread"], told["count"]) == (hostile, hostile, 3)
+    assert "ValueError" in told["exception"] and told["level"] == "ERROR"
+
+
+async def test_service_logs_a_failure_with_the_call_s_ids(form: str, log: io.StringIO) -> None:
+    async def write(record: EpisodeRecord) -> str:
+        service.records.write = kept
+        raise RuntimeError("a fault of ours")
+
+    async with (
+        scripted(lambda text: "x") as service,
+        OctopusClient.connect(service.address) as client,
+    ):
+        kept, service.records.write = service.records.write, write
+        with pytest.raises(EngineError, match="a fault of ours"):
+            async with client.episode(episode_id="e7"):
+                pass
+    line = next(line for line in log.getvalue().splitlines() if "unexpected failure" in line)
+    if form == "json":
+        told = json.loads(line)
+        assert (told["episode"], len(told["request"])) == ("e7", 32)
+    else:
+        assert "[episode=e7 request=" in line
+
+
+def test_children_log_in_the_same_form(form: str) -> None:
+    assert log_arguments() == ([] if form == "text" else ["--log-format", "json"])
