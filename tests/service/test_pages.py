@@ -65,7 +65,7 @@ def test_page_runs_as_it_is_printed(
             _write(text, block)
         elif block.language == "python":
             with _printed() as out:
-                exec(compile(text, block.place, "exec"), names)
+                exec(compile(text, block.place, "exec", dont_inherit=True), names)
             printed = out.getvalue()
         elif block.language == "sh":
             printed = _shell(text, block, variables)
@@ -76,7 +76,7 @@ def _write(text: str, block: Block) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     if file.suffix == ".py":
-        exec(compile(text, block.place, "exec"), {"__name__": file.stem})
+        exec(compile(text, block.place, "exec", dont_inherit=True), {"__name__": file.stem})
 
 
 def _shell(text: str, block: Block, variables: pytest.MonkeyPatch) -> str:
@@ -102,7 +102,7 @@ def _shell(text: str, block: Block, variables: pytest.MonkeyPatch) -> str:
 def _check(text: str, block: Block) -> None:
     """What can be told of a block without running it: its commands and their options exist."""
     if block.language == "python":
-        compile(text, block.place, "exec")
+        compile(text, block.place, "exec", dont_inherit=True)
         return
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for line in _lines(text):
