@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import AdapterError
 
 _CHUNK_BYTES = 1 << 23
+_DTYPES = ("F32", "BF16", "F16")
+_TENSOR_NAME = re.compile(r"(?=.{1,256}$)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_MAX_PATTERN = 256
+_REPEATS = re.compile(r"[*+?{]")
 
 
 def make_empty(folder: Path) -> None:
     """Leave an empty folder there, whatever was in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def shared_folder(version: int, uri: str, shared: Path) -> Path:
+    """Folder of a `file:///` address, which must lie in `shared`, links followed.
+
+    Raises:
+        AdapterError: It lies elsewhere.
+    """
+    parts = urlsplit(uri)
+    folder = Path(unquote(parts.path))
+    try:
+        inside = not parts.netloc and folder.resolve().is_relative_to(shared.resolve())
+    except (OSError, ValueError, RuntimeError):
+        # A zero byte, or links that go round.
+        inside = False
+    if not inside:
+        raise AdapterError(
+            f"adapter {version} lies outside of the run's folder",
+            value=uri,
+            limit=f"a folder in {shared.resolve()}",
+            remedy="mount the same run folder everywhere, or publish through Redis",
+        )
+    return folder
 
 
 def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> str:
@@ -29,29 +60,22 @@ def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> st
         sha256 of the copied tensors, in hex.
 
     Raises:
-        AdapterError: One is missing or too large.
+        AdapterError: One is missing, no regular file or too large.
     """
     sha256 = ""
     for name, limit in (
         (control.ADAPTER_FILE, max_bytes),
         (control.ADAPTER_CONFIG_FILE, control.MAX_ADAPTER_CONFIG_BYTES),
     ):
-        try:
-            size = (source / name).stat().st_size
-        except FileNotFoundError as error:
-            raise AdapterError(
-                f"adapter {version} has no {name}",
-                value=source,
-                remedy="write it with safetensors, in PEFT's format, where every replica can read",
-            ) from error
-        if size > limit:
+        with _opened(version, source / name) as read:
+            found = _copy(read, folder / name, limit)
+        if found is None:
             raise AdapterError(
                 f"{name} of adapter {version} is too large",
-                value=f"{size} bytes",
+                value=source,
                 limit=f"{limit} bytes",
                 remedy="raise adapters.max_bytes or lower the rank",
             )
-        found = _copy(source / name, folder / name)
         sha256 = sha256 or found
     return sha256
 
@@ -75,38 +99,98 @@ def check_files(announcement: PolicyAnnouncement, folder: Path, sha256: str) -> 
     """
     version = announcement.version
     _expect(f"sha256 of adapter {version}", sha256, announcement.sha256)
-    names = _tensor_names(version, folder / control.ADAPTER_FILE)
-    _expect(f"number of tensors of adapter {version}", len(names), announcement.num_tensors)
+    _check_tensors(announcement, folder / control.ADAPTER_FILE)
     try:
         config = json.loads((folder / control.ADAPTER_CONFIG_FILE).read_bytes())
-        rank, alpha = config["r"], config["lora_alpha"]
-    except (ValueError, KeyError, TypeError) as error:
+        rank, alpha = config["r"], float(config["lora_alpha"])
+        _check_patterns(version, config)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise AdapterError(
             f"{control.ADAPTER_CONFIG_FILE} of adapter {version} is not PEFT's", value=error
         ) from error
     _expect(f"rank of adapter {version}", rank, announcement.rank)
-    _expect(f"alpha of adapter {version}", float(alpha), announcement.alpha)
+    _expect(f"alpha of adapter {version}", alpha, announcement.alpha)
 
 
-def _copy(source: Path, target: Path) -> str:
-    """Copy a file; returns the sha256 of what was written, hashed while it is written."""
-    digest = hashlib.sha256()
-    with source.open("rb") as read, target.open("wb") as written, ThreadPoolExecutor(1) as pool:
+def _opened(version: int, path: Path) -> BinaryIO:
+    """A regular file for reading: no link, nor a pipe or a device that would never end."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = open(path, "rb", opener=lambda name, _: os.open(name, flags))  # noqa: SIM115
+    except OSError as error:
+        raise AdapterError(
+            f"adapter {version} has no {path.name}",
+            value=f"{path.parent}: {error.strerror}",
+            remedy="write it with safetensors, in PEFT's format, where every replica can read",
+        ) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise AdapterError(f"{path.name} of adapter {version} is no regular file", value=path)
+    return file
+
+
+def _copy(read: BinaryIO, target: Path, max_bytes: int) -> str | None:
+    """Copy a file of at most `max_bytes`; returns the sha256 of what was written, hashed
+    meanwhile, or None where there is more."""
+    if os.fstat(read.fileno()).st_size > max_bytes:
+        return None
+    digest, left = hashlib.sha256(), max_bytes
+    with target.open("wb") as written, ThreadPoolExecutor(1) as pool:
         while chunk := read.read(_CHUNK_BYTES):
+            left -= len(chunk)
+            if left < 0:
+                return None
             hashing = pool.submit(digest.update, chunk)
             written.write(chunk)
             hashing.result()
     return digest.hexdigest()
 
 
-def _tensor_names(version: int, path: Path) -> list[str]:
+def _check_tensors(announcement: PolicyAnnouncement, path: Path) -> None:
+    """Names, shapes and types alone: no tensor is read."""
     from safetensors import SafetensorError, safe_open
 
+    version = announcement.version
     try:
         with safe_open(path, framework="numpy") as file:
-            return list(file.keys())
+            names = list(file.keys())
+            _expect(f"number of tensors of adapter {version}", len(names), announcement.num_tensors)
+            for name in names:
+                tensor = file.get_slice(name)
+                _check_tensor(version, name, tensor.get_shape(), tensor.get_dtype())
     except SafetensorError as error:
         raise AdapterError(f"adapter {version} is no safetensors file", value=error) from error
+
+
+def _check_tensor(version: int, name: str, shape: list[int], dtype: str) -> None:
+    if not _TENSOR_NAME.fullmatch(name):
+        raise AdapterError(
+            f"adapter {version} names a tensor as no module is",
+            value=repr(name[:100]),
+            limit="letters, digits, _, - and dots between them, at most 256",
+        )
+    if len(shape) != 2 or dtype not in _DTYPES:
+        raise AdapterError(
+            f"tensor {name} of adapter {version} is no matrix of LoRA's",
+            value=f"{dtype} {shape}",
+            limit=f"two dimensions, {', '.join(_DTYPES)}",
+        )
+
+
+def _check_patterns(version: int, config: dict[str, Any]) -> None:
+    """PEFT takes some names as regular expressions, which could be written to never end."""
+    targets = config.get("target_modules")
+    patterns = [targets] if isinstance(targets, str) else []
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns += list(config.get(key) or ())
+    for pattern in patterns:
+        if len(pattern) > _MAX_PATTERN or len(_REPEATS.findall(pattern)) > 1:
+            raise AdapterError(
+                f"a pattern of adapter {version} may take forever to match",
+                value=repr(pattern[:100]),
+                limit=f"{_MAX_PATTERN} characters, one of * + ? {{",
+                remedy="list the modules by name",
+            )
 
 
 def _expect(what: str, found: Any, announced: Any) -> None:

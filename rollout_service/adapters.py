@@ -13,12 +13,18 @@ import shutil
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, HarnessError, Unavailable
-from rollout_service.adapter_files import check_files, copy_adapter, hash_adapter, make_empty
+from rollout_service.adapter_files import (
+    check_files,
+    copy_adapter,
+    hash_adapter,
+    make_empty,
+    shared_folder,
+)
 from rollout_service.background import Background
 from rollout_service.engine.base import Engine
 
@@ -41,6 +47,7 @@ class Adapters:
         state: This replica's state with version 0 alone.
         run: Run name; another run's adapters are refused.
         folder: Cache of adapter folders, this replica's own.
+        shared: Folder of the run; `file:` adapters lie in it.
         fetch: Fetches a `redis:` adapter.
         pinned: Versions that open episodes still sample under.
         max_versions: Adapters live at a time, version 0 aside.
@@ -54,6 +61,7 @@ class Adapters:
         *,
         run: str,
         folder: Path,
+        shared: Path,
         fetch: Fetch,
         pinned: Callable[[], Collection[int]],
         max_versions: int = 4,
@@ -63,6 +71,7 @@ class Adapters:
         self._state = state
         self._run = run
         self._folder = folder
+        self._shared = shared
         self._fetch = fetch
         self._pinned = pinned
         self._max_versions = max_versions
@@ -278,12 +287,13 @@ class Adapters:
             await self._fetch_patiently(version, folder)
             return await asyncio.to_thread(hash_adapter, folder)
         if urlsplit(uri).scheme == "file":
-            source = Path(unquote(urlsplit(uri).path))
+            source = await asyncio.to_thread(shared_folder, version, uri, self._shared)
             return await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)
         raise AdapterError(
             f"adapter {version} is nowhere that this replica looks",
             value=uri,
-            limit=f"redis:{control.adapter_key(self._run, version)} or file:///folder",
+            limit=f"redis:{control.adapter_key(self._run, version)}, or file:///folder in"
+            f" {self._shared}",
         )
 
     async def _fetch_patiently(self, version: int, folder: Path) -> None:

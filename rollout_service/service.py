@@ -202,6 +202,7 @@ class RolloutService:
             ReplicaState(replica_id=config.replica_id, alive=True, versions=(0,)),
             run=config.run,
             folder=config.folder / "adapters",
+            shared=config.run_folder / config.run,
             fetch=fetch,
             pinned=lambda: self.sessions.versions_in_use(),
             max_versions=config.adapters.max_versions,

@@ -134,6 +134,7 @@ async def _publish(world: World, report: Report, folder: Path) -> None:
         state,
         run="bench",
         folder=folder / "served",
+        shared=folder,
         fetch=_no_fetch,
         pinned=world.sessions.versions_in_use,
         max_versions=NUM_VERSIONS,

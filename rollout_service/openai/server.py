@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from harness_sdk._cancellation import end
 from harness_sdk.errors import ConfigError
+from harness_sdk.web_origin import is_loopback, refused_because
 from rollout_service.access import Access
 from rollout_service.openai.conversations import Conversations
 from rollout_service.openai.endpoint import Endpoint
@@ -94,7 +95,7 @@ async def serve_openai(
         stall_s=stall_s,
     )
     # The first is the outermost.
-    middlewares = [_errors_as_json, _bearer_auth(access)]
+    middlewares = [_errors_as_json, _own_origin(host), _bearer_auth(access)]
     app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     app.add_routes(endpoint.routes())
     # A client that goes away cancels its handler, and with it the generation.
@@ -141,6 +142,19 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:
         wrong = as_harness_error(error)
         return web.json_response(error_json(wrong), status=http_status(wrong))
+
+
+def _own_origin(bound: str) -> Middleware:
+    """Without a token nothing else would keep the web pages of this machine's browser out."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refused = refused_because(request.headers, bound=bound) if is_loopback(bound) else ""
+        if refused:
+            raise web.HTTPForbidden(reason=refused)
+        return await handler(request)
+
+    return check
 
 
 def _bearer_auth(access: Access) -> Middleware:

@@ -137,3 +137,18 @@ async def begin(
     writer.write(head.encode() + data)
     await writer.drain()
     return reader, writer
+
+
+async def test_no_page_of_another_site_speaks_to_the_endpoint() -> None:
+    async with endpoint(talker) as service:
+        body = {"messages": QUESTION}
+        for headers in (
+            {"Host": "evil.example"},
+            {"Origin": "http://evil.example"},
+            {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+        ):
+            status, _ = await post(service, body, headers=headers)
+            assert status == 403
+        assert not service.sessions.status().open_episodes
+        status, _ = await post(service, body, headers={"Host": "localhost:7"})
+        assert status == 200

@@ -89,7 +89,9 @@ async def test_version_goes_live_under_a_running_episode(
     settings: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     mqtt_url = settings["mqtt"]["url"]
-    folders = [_save_adapter(model, tmp_path / f"a{seed}", seed) for seed in (1, 2, 3)]
+    folders = [
+        _save_adapter(model, tmp_path / "runs" / "live" / f"a{seed}", seed) for seed in (1, 2, 3)
+    ]
     async with RolloutService(validate_config(RolloutConfig, settings)) as service:
         applying = asyncio.create_task(service.run())
         async with (

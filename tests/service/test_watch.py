@@ -303,6 +303,9 @@ async def test_page_can_only_be_read_and_only_from_here(run: WatchedRun) -> None
                     assert response.status == 405 and response.headers["Allow"] == "GET, HEAD"
         assert (await get(url, Host="evil.example:80"))[0] == 403
         assert (await get(url, Host="localhost:1234"))[0] == 200
+        for path in ("", "events", "episodes/1-1"):
+            for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+                assert (await get(url + path, **headers))[0] == 403
         markup = (await get(url))[1]
         assert "http" not in markup and "<style" not in markup and " style=" not in markup
 

@@ -1,7 +1,6 @@
 """The page's HTTP server: GET alone, no cookies, nothing from elsewhere, server-sent events.
 
-Whoever reaches it may read; on loopback only requests for a name of this machine are answered, so
-that no web page can read a run through a name of its own that resolves here.
+Whoever reaches it may read, but no web page of another site: see `harness_sdk.web_origin`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import importlib
-import ipaddress
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +28,7 @@ from harness_sdk.cli.watch.panes import episode_rows, panes
 from harness_sdk.cli.watch.texts import Texts
 from harness_sdk.errors import ConfigError, HarnessError, ResourceExhausted
 from harness_sdk.view.svg import STYLE
+from harness_sdk.web_origin import refused_because
 
 MAX_PAGES = 32
 """Open pages that get events."""
@@ -86,7 +85,7 @@ async def watching(
         ConfigError: The address cannot be bound, or there is no tokenizer.
     """
     board = Board(run=run, episodes=Episodes(max_episodes))
-    app = web.Application(middlewares=[_answers(loopback=_is_loopback(host))])
+    app = web.Application(middlewares=[_answers(host)])
     app.add_routes(_Page(board, Texts(tokenizer)).routes())
     runner = web.AppRunner(
         app, handler_cancellation=True, shutdown_timeout=_STOP_S, access_log=None
@@ -252,14 +251,15 @@ def _fixed(kind: str, body: str) -> Handler:
     return answer
 
 
-def _answers(*, loopback: bool) -> Middleware:
-    """Headers of every answer, the check of its host, and errors as JSON."""
+def _answers(bound: str) -> Middleware:
+    """Headers of every answer, the check of where the request is from, and errors as JSON."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if loopback and not _is_loopback(request.url.host or ""):
-                raise web.HTTPForbidden(reason="not a name of this machine")
+            refused = refused_because(request.headers, bound=bound)
+            if refused:
+                raise web.HTTPForbidden(reason=refused)
             response = await handler(request)
         except web.HTTPException as error:
             response = _json_response({"error": error.reason}, error.status)
@@ -273,15 +273,6 @@ def _answers(*, loopback: bool) -> Middleware:
         return response
 
     return answer
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _number(request: web.Request, name: str) -> int:
