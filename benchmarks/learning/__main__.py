@@ -18,11 +18,12 @@ def main() -> int:
     report = commands.add_parser("report", help="table and plot from the rows of all runs")
     report.add_argument("rows", nargs="+", type=Path, help="files of JSON lines that `run` wrote")
     report.add_argument("--out", type=Path, required=True, help="JSON list; the plot lies beside")
+    report.add_argument("--hardware", required=True, help="what the runs ran on")
     args = parser.parse_args()
     if args.command == "report":
         from benchmarks.learning.report import write_report
 
-        write_report(args.rows, args.out)
+        write_report(args.rows, args.out, hardware=args.hardware)
         return 0
     return _run(args)
 

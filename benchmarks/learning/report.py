@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,24 +19,32 @@ PANELS = (
 )
 """Title of each panel and the variants in it."""
 
+COMMAND = "python -m benchmarks.learning run VARIANT SEED --model BASE --out FOLDER --rows ROWS"
+
 _SHARES = ("forked", "rewound", "read", "plain_reply")
-_WINDOW = 3
-"""Steps that a curve's points are averaged over."""
+_WINDOW = 5
+"""Steps that a point is the mean of."""
 
 
-def write_report(sources: Iterable[Path], out: Path) -> None:
-    """Write `out`, its picture beside it, and a table to stdout.
+def write_report(sources: Iterable[Path], out: Path, *, hardware: str) -> None:
+    """Write `out`, its details and its picture beside it, and a table to stdout.
 
     Args:
         sources: Files of JSON lines.
-        out: JSON list of all rows, in order of variant, seed and step.
+        out: JSON list of points: means over some steps, by variant, seed and tokens.
+        hardware: What the runs ran on.
     """
-    rows = [json.loads(line) for path in sources for line in path.read_text("utf-8").splitlines()]
-    rows.sort(key=lambda row: (row["variant"], row["seed"], row["step"]))
-    text = ",\n".join(json.dumps(row) for row in rows)
+    steps = [json.loads(line) for path in sources for line in path.read_text("utf-8").splitlines()]
+    steps.sort(key=lambda row: (row["variant"], row["seed"], row["step"]))
+    points = [point for run in runs(steps).values() for point in _points(run)]
+    text = ",\n".join(json.dumps(point) for point in points)
     out.write_text(f"[\n{text}\n]\n", "utf-8")
-    sys.stdout.write(table(rows))
-    draw(rows, out.with_suffix(".svg"))
+    detail = {"hardware": hardware, "command": COMMAND}
+    out.with_name(f"{out.stem}_detail.json").write_text(
+        json.dumps(detail, indent=1) + "\n", "utf-8"
+    )
+    sys.stdout.write(table(steps))
+    draw(points, out.with_suffix(".svg"))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -82,7 +90,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             for place, run in enumerate(curves):
                 axes.plot(
                     [row["generated_tokens"] / 1000 for row in run],
-                    _smooth([row["reward"] for row in run]),
+                    [row["reward"] for row in run],
                     color=f"C{number}",
                     linewidth=1.2,
                     label=variant if place == 0 else None,
@@ -96,6 +104,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         FigureCanvasSVG(figure).print_svg(str(path), metadata={"Date": None})
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those just before it."""
-    return [fmean(values[max(i - _WINDOW + 1, 0) : i + 1]) for i in range(len(values))]
+def _points(run: Sequence[Row]) -> Iterator[Row]:
+    """Means over windows of steps; the tokens and seconds are those at the window's end."""
+    for begin in range(0, len(run) - _WINDOW + 1, _WINDOW):
+        window = run[begin : begin + _WINDOW]
+        last = window[-1]
+        yield {
+            **{name: last[name] for name in ("task", "variant", "seed", "generated_tokens")},
+            **{name: round(fmean(row[name] for row in window), 3) for name in ("reward", *_SHARES)},
+            "seconds": last["seconds"],
+        }

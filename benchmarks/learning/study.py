@@ -51,7 +51,7 @@ class Plan:
     """Steps of tree SFT on scripted episodes."""
     demonstrations_per_step: int = 32
     warmup_lr: float = 1e-3
-    steps: int = 40
+    steps: int = 50
     """Steps of reinforcement learning."""
     lr: float = 3e-3
     """Falls linearly to a tenth."""

@@ -128,23 +128,26 @@ async def test_a_copy_holds_the_surviving_pages_of_the_steps(
     assert world.copy("a", (1, 2)) == task.shelf
 
 
-def test_report_sorts_rows_and_draws_them(
+def test_report_averages_steps_and_draws_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shares = {"forked": 1.0, "rewound": 0.0, "read": 0.5, "plain_reply": 0.0}
     rows = [
         {"task": "vault", "variant": variant, "seed": 1, "step": step, "seconds": 1.0 * step}
-        | {"generated_tokens": 100 * step, "reward": step / 4, **shares}
+        | {"generated_tokens": 100 * step, "reward": step / 10, **shares}
         for variant in ("single", "octopus")
-        for step in (2, 1)
+        for step in reversed(range(1, 11))
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report([tmp_path / "rows.jsonl"], tmp_path / "learning.json")
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([source], tmp_path / "learning.json", hardware="two cores")
     found = json.loads((tmp_path / "learning.json").read_text())
-    assert [(row["variant"], row["step"]) for row in found] == [
-        ("octopus", 1), ("octopus", 2), ("single", 1), ("single", 2),
+    keys = ("variant", "generated_tokens", "reward")
+    assert [tuple(row[key] for key in keys) for row in found] == [
+        ("octopus", 500, 0.3), ("octopus", 1000, 0.8), ("single", 500, 0.3), ("single", 1000, 0.8),
     ]  # fmt: skip
-    assert "| octopus | 1 | 2 | 200 | 0.250 | 0.500 | 1.00 | 0.00 | 0.50 |" in (
+    assert "| octopus | 1 | 10 | 1,000 | 0.150 | 0.950 | 1.00 | 0.00 | 0.50 |" in (
         capsys.readouterr().out
     )
     assert "octopus" in (tmp_path / "learning.svg").read_text()
+    assert json.loads((tmp_path / "learning_detail.json").read_text())["hardware"] == "two cores"
