@@ -7,24 +7,29 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from harness_sdk.agents import Agent, Task, each_task, outcome, task_id
-from harness_sdk.client import OctopusClient
 from harness_sdk.episode import Episode
 from harness_sdk.errors import (
     BudgetExhausted,
     ConfigError,
+    EpisodeNotFound,
     HarnessError,
     ServiceError,
     ThreadEnded,
+    Unavailable,
 )
 from harness_sdk.measures import EpisodeMeasures
 from harness_sdk.permits import NoPermits, Permits
+from harness_sdk.replicas import Replica, Replicas
 from harness_sdk.types import ThreadStatus
 
 logger = logging.getLogger(__name__)
+
+_MAX_MOVES = 3
+"""How often one episode starts again elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,8 @@ class RunOptions:
     """keep finishes an episode on the policy that it began with, refresh takes the newest one at
     each turn."""
     max_failures: int = 8
-    """Episodes in a row that may fail for reasons of the infrastructure before the run stops."""
+    """Episodes in a row that may fail on each replica for reasons of the infrastructure before the
+    run stops."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "concurrency", "max_failures"):
@@ -64,6 +70,8 @@ class EpisodeOutcome:
     answer: str = ""
     stop_reason: str = ""
     error: str = ""
+    lost: bool = False
+    """Its replica went away with it; nothing of it was recorded."""
     seconds: float = 0.0
     num_tokens: int = 0
     """Unique tokens of its record."""
@@ -73,6 +81,8 @@ class EpisodeOutcome:
     """Threads beside the root."""
     num_rewinds: int = 0
     num_reads: int = 0
+    address: str = ""
+    """Of the replica that it ran on."""
     entry_id: str = ""
     """Place of its record in the stream of episodes; empty without a stream."""
     measures: EpisodeMeasures | None = None
@@ -90,7 +100,8 @@ class GroupOutcome:
     size: int
     episodes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
     replaced: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
-    """Episodes that failed for a reason that is not the policy's, and that others stand in for."""
+    """Episodes that failed for a reason that is not the policy's, or were lost with their replica,
+    and that others stand in for."""
 
     @property
     def rewards(self) -> list[float]:
@@ -103,11 +114,21 @@ class GroupOutcome:
         return len(self.episodes) == self.size
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where a group is; all of it moves when its replica is gone."""
+
+    assigned: Replica
+    """Where all of its episodes were counted at its begin."""
+    replica: Replica
+    """Where its next episode goes."""
+
+
 class Runner:
     """Runs groups with bounded concurrency.
 
     Args:
-        clients: Connected clients; groups take turns among them.
+        replicas: Where to; each group goes to the least busy one and stays there.
         agent: What to run.
         options: How much of it.
         permits: How far it may run ahead; None sets no limit.
@@ -116,20 +137,19 @@ class Runner:
 
     def __init__(
         self,
-        clients: Sequence[OctopusClient],
+        replicas: Replicas,
         agent: Agent,
         options: RunOptions,
         *,
         permits: Permits | None = None,
         on_group: Callable[[GroupOutcome], None] | None = None,
     ) -> None:
-        self._clients = clients
+        self._replicas = replicas
         self._agent = agent
         self._options = options
         self._permits = permits or NoPermits()
         self._on_group = on_group
         self._slots = asyncio.Semaphore(options.concurrency)
-        self._failures = 0
         self._unopened: dict[int, GroupOutcome] = {}
         self.groups: list[GroupOutcome] = []
         """Every group begun so far; unless the run has no end, which keeps none."""
@@ -139,11 +159,12 @@ class Runner:
 
         Raises:
             ServiceError: `max_failures` episodes in a row failed by the infrastructure's fault.
+            Unavailable: No replica is left, and none came.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for index, task in self._wanted():
-                    await self._begin_group(tasks, index, task)
+                async for task in self._wanted():
+                    await self._begin_group(tasks, task)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
@@ -151,7 +172,7 @@ class Runner:
                 await self._give_back_unopened(each)
         return self.groups
 
-    async def _wanted(self) -> AsyncIterator[tuple[int, Task]]:
+    async def _wanted(self) -> AsyncIterator[Task]:
         """The tasks of the groups to run, pass after pass where more are wanted than there are."""
         index, wanted = 0, self._options.num_groups
         while True:
@@ -159,38 +180,50 @@ class Runner:
             async for task in each_task(self._agent):
                 if wanted and index >= wanted:
                     return
-                yield index, task
+                yield task
                 index += 1
             if wanted is None or not self._options.grouped:
                 return
             if index == before:
                 raise ConfigError("the agent has no tasks", value=self._agent.name)
 
-    async def _begin_group(self, tasks: asyncio.TaskGroup, index: int, task: Task) -> None:
+    async def _begin_group(self, tasks: asyncio.TaskGroup, task: Task) -> None:
         name = task_id(task)
         group_id = f"{name}/{uuid.uuid4().hex[:12]}" if self._options.grouped else ""
         group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
         if self._options.num_groups != 0:
             self.groups.append(group)
-        client = self._clients[index % len(self._clients)]
-        for number in range(group.size):
+        place: _Place | None = None
+        for _ in range(group.size):
             await self._slots.acquire()
             try:
-                if number == 0:
+                if place is None:
                     await self._permits.take()
                     self._unopened[id(group)] = group
+                    replica = await self._replicas.assign(group.size)
+                    place = _Place(replica, replica)
             except BaseException:
                 self._slots.release()
                 raise
-            tasks.create_task(self._run_one(client, group, task))
+            tasks.create_task(self._run_one(place, group, task))
 
-    async def _run_one(self, client: OctopusClient, group: GroupOutcome, task: Task) -> None:
+    async def _run_one(self, place: _Place, group: GroupOutcome, task: Task) -> None:
+        """An episode and those that stand in for it, where its group is."""
+        assigned, num_moves = place.assigned, 0
         try:
-            ended = await self._episode(client, group, task)
-            while ended.reward is None and await self._replaces(group, ended):
-                ended = await self._episode(client, group, task)
+            while True:
+                assigned = await self._replicas.move(assigned, place.replica)
+                place.replica = assigned
+                ended = await self._episode(assigned, group, task)
+                if ended.lost and num_moves < _MAX_MOVES and self._replicas.has_other(assigned):
+                    # The trainer never heard of it, and would wait for it.
+                    num_moves += 1
+                    group.replaced.append(ended)
+                elif ended.reward is not None or not await self._replaces(group, ended):
+                    break
             group.episodes.append(ended)
         finally:
+            self._replicas.release(assigned)
             self._slots.release()
         if group.is_complete:
             await self._give_back_unopened(group)
@@ -200,7 +233,7 @@ class Runner:
     async def _replaces(self, group: GroupOutcome, failed: EpisodeOutcome) -> bool:
         """Whether another episode is to stand in for `failed`, which then is noted."""
         allowed = await self._permits.refills()
-        if len(group.replaced) >= allowed:
+        if sum(not each.lost for each in group.replaced) >= allowed:
             return False
         group.replaced.append(failed)
         return True
@@ -210,12 +243,10 @@ class Runner:
         if self._unopened.pop(id(group), None) is not None:
             await self._permits.give_back()
 
-    async def _episode(
-        self, client: OctopusClient, group: GroupOutcome, task: Task
-    ) -> EpisodeOutcome:
+    async def _episode(self, replica: Replica, group: GroupOutcome, task: Task) -> EpisodeOutcome:
         """One episode; whatever goes wrong in it becomes part of its outcome."""
         started_s = time.monotonic()
-        episode = client.episode(
+        episode = replica.client.episode(
             task_id=group.task_id,
             group_id=group.group_id,
             limits=self._agent.limits,
@@ -224,7 +255,7 @@ class Runner:
             version_policy=self._options.version_policy,
         )
         reward: float | None = None
-        failure = ""
+        failure, lost = "", False
         try:
             async with episode:
                 self._unopened.pop(id(group), None)
@@ -243,11 +274,15 @@ class Runner:
                 failure,
                 exc_info=None if known else error,
             )
-            self._count_failure(error)
+            # A replica that was started again knows nothing of the episode.
+            lost = isinstance(error, Unavailable | EpisodeNotFound) or not replica.is_present
+            self._count_failure(replica, error, lost)
         else:
-            self._failures = 0
+            self._replicas.note_success(replica)
         seconds = time.monotonic() - started_s
-        found = _outcome(group, episode, reward, failure, seconds)
+        found = replace(
+            _outcome(group, episode, reward, failure, seconds), lost=lost, address=replica.address
+        )
         if reward is None:
             return found
         return replace(found, metrics=episode.figures | self._metrics(task, found.answer))
@@ -262,12 +297,12 @@ class Runner:
             logger.warning("the agent's metrics failed for task %s", task_id(task), exc_info=True)
             return {}
 
-    def _count_failure(self, error: BaseException) -> None:
-        self._failures += 1
-        if self._failures >= self._options.max_failures:
+    def _count_failure(self, replica: Replica, error: BaseException, lost: bool) -> None:
+        in_a_row = self._replicas.note_failure(replica, lost=lost)
+        if in_a_row >= self._options.max_failures:
             raise ServiceError(
                 f"episodes fail one after another, the last with {type(error).__name__}: {error}",
-                value=f"{self._failures} in a row",
+                value=f"{in_a_row} in a row",
                 limit=self._options.max_failures,
                 remedy="see the log for the first one; the run can be started again",
             ) from error

@@ -190,6 +190,15 @@ async def follow_bus_state(
         yield BusState(policy=policy, replicas=tuple(replicas[topic] for topic in sorted(replicas)))
 
 
+def check_address(url: str) -> None:
+    """Refuse what is no broker's address.
+
+    Raises:
+        ConfigError: With the address.
+    """
+    _connection_options(url)
+
+
 async def broker_retains(url: str, *, listen_s: float = 0.5) -> bool:
     """Whether the broker keeps a retained message for those who come later.
 

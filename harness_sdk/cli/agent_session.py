@@ -1,17 +1,21 @@
-"""What `octopus run` and `octopus eval` share: the agent as configured, and its clients."""
+"""What `octopus run` and `octopus eval` share: the agent as configured, and its replicas."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness_sdk.agents import Agent, load_agent
+from harness_sdk.cli.discovery import discovered
 from harness_sdk.client import OctopusClient
+from harness_sdk.control import masked_url
 from harness_sdk.errors import ConfigError
 from harness_sdk.options import TlsOptions
+from harness_sdk.replicas import Replicas
 from harness_sdk.types import Limits, SamplingOptions
 
 if TYPE_CHECKING:
@@ -32,27 +36,38 @@ def configured_agent(folder: Path, config: AgentConfig) -> Agent:
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    addresses: Sequence[str], config: AgentConfig
-) -> AsyncIterator[list[OctopusClient]]:
-    """A client for each address.
+async def reached(addresses: Sequence[str], config: AgentConfig) -> AsyncIterator[Replicas]:
+    """The replicas at `addresses`; without any, those that the control bus tells of.
 
     Raises:
-        ConfigError: There is no address.
+        ConfigError: There is neither an address nor a broker.
+        Unavailable: One of the addresses does not answer, or no replica came.
     """
-    if not addresses:
+    connect = functools.partial(
+        OctopusClient.connect,
+        token=config.token.get_secret_value() if config.token is not None else None,
+        tls=_tls(config),
+    )
+    if addresses:
+        async with contextlib.AsyncExitStack() as stack:
+            yield Replicas(
+                [await stack.enter_async_context(connect(address)) for address in addresses]
+            )
+        return
+    if config.mqtt_url is None:
         raise ConfigError(
             "no rollout service named",
-            remedy="give --address host:port, as `octopus up` and `octopus rollout` print it",
+            remedy="give --address host:port, as `octopus up` and `octopus rollout` print it, or "
+            "--mqtt-url and --run, to find all of a run",
         )
-    token = config.token.get_secret_value() if config.token is not None else None
-    async with contextlib.AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                OctopusClient.connect(address, token=token, tls=_tls(config))
-            )
-            for address in addresses
-        ]
+    if config.run is None:
+        raise ConfigError(
+            "mqtt_url finds the replicas of a run, and run is not set",
+            value=masked_url(config.mqtt_url),
+            remedy="give --run, or --address in place of --mqtt-url",
+        )
+    async with discovered(config.mqtt_url, config.run, connect) as replicas:
+        yield replicas
 
 
 def _tls(config: AgentConfig) -> TlsOptions | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness_sdk.agents import Agent
-from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.agent_session import configured_agent, reached
 from harness_sdk.cli.episode_stream import reading
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
@@ -69,12 +69,12 @@ async def _evaluate(config: EvalConfig, agent: Agent, cost: ModelCost | None) ->
         concurrency=config.concurrency,
         grouped=False,
     )
-    async with connected(config.address, config) as clients:
-        run = clients[0].info.run
+    async with reached(config.address, config) as replicas:
+        run = (await replicas.first()).client.info.run
         if config.redis_url is not None:
             # Before hours of episodes, not after them.
             await asyncio.to_thread(_check_stream, config.redis_url, run)
-        groups = await Runner(clients, agent, options, on_group=_show).run()
+        groups = await Runner(replicas, agent, options, on_group=_show).run()
     if config.redis_url is not None:
         try:
             await asyncio.to_thread(_measure, groups, config.redis_url, run, cost)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness_sdk.agents import Agent
-from harness_sdk.cli.agent_session import configured_agent, connected
+from harness_sdk.cli.agent_session import configured_agent, reached
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.client import OctopusClient
@@ -66,11 +66,11 @@ class _Services:
 async def _run(config: RunConfig, agent: Agent) -> None:
     async with (
         _services(config) as services,
-        connected(services.addresses, config) as clients,
-        _permits(services, config, clients[0].info.run) as permits,
+        reached(services.addresses, config) as replicas,
+        _permits(services, config, (await replicas.first()).client.info.run) as permits,
     ):
         runner = Runner(
-            clients,
+            replicas,
             agent,
             RunOptions(
                 group_size=config.group_size,
@@ -87,7 +87,7 @@ async def _run(config: RunConfig, agent: Agent) -> None:
             sys.stdout.write("\n".join(summarise(runner.groups).lines()) + "\n")
             sys.stdout.flush()
         if services.groups_per_step:
-            await _drain(config, services, permits, clients[0])
+            await _drain(config, services, permits, (await replicas.first()).client)
 
 
 @contextlib.asynccontextmanager
@@ -97,8 +97,9 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
         yield _Services(addresses=config.address, redis_url=config.redis_url)
         return
     from harness_sdk.cli.models import resolve_model, rollout_for_model
-    from harness_sdk.cli.stack import LocalStack, trainer_settings
+    from harness_sdk.cli.stack import LocalStack
     from harness_sdk.cli.stack_config import StackConfig
+    from harness_sdk.cli.stack_layout import trainer_plan
     from harness_sdk.cli.watch.beside import page_beside
     from trainer_service.config import TrainerConfig
 
@@ -112,7 +113,7 @@ async def _services(config: RunConfig) -> AsyncIterator[_Services]:
         trainer=_trainer_for_groups(config),
         threads=max((os.cpu_count() or 2) // 2, 1),
     )
-    trainer = TrainerConfig.model_validate(trainer_settings(stack_config))
+    trainer = TrainerConfig.model_validate(trainer_plan(stack_config).settings)
     per_step = trainer.batch.groups_per_step
     stack = LocalStack(stack_config)
     try:

@@ -45,7 +45,12 @@ class AgentConfig(Section):
     """What both commands take."""
 
     address: tuple[str, ...] = ()
-    """host:port of a rollout service, several with commas; episodes take turns among them."""
+    """host:port of a rollout service, several with commas; groups are spread over them."""
+    mqtt_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
+    """Broker through which all replicas of the run are found, those too that join later; where
+    address names some, these alone are used."""
+    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run; unset takes the service's, and finds none through mqtt_url."""
     token: SecretStr | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_TOKEN"})
     """Bearer token of the service."""
     tls_ca: Path | None = None
@@ -94,8 +99,6 @@ class RunConfig(AgentConfig):
     version_policy: Literal["keep", "refresh"] = "keep"
     """Whether an episode keeps the policy version that it began with, or takes the newest one at
     each of its turns; either way none is aborted when a version is published."""
-    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name of the run; unset takes the service's."""
     redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
     """Redis or Valkey that holds the trainer's permits; unset never waits for a trainer."""
     model: str | None = None

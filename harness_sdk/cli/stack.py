@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from harness_sdk.cli.embedded import ValkeyServer, embedded_broker
 from harness_sdk.cli.logs import log_arguments
 from harness_sdk.cli.processes import spawn, stop
-from harness_sdk.cli.settings import render_toml, validate_config
+from harness_sdk.cli.settings import render_toml
+from harness_sdk.cli.stack_layout import ServicePlan, replica_plans, rollout_config, trainer_plan
 from harness_sdk.errors import ServiceError, Unavailable
 
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig
-    from rollout_service.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +35,30 @@ class LocalStack:
     """Valkey, MQTT broker, rollout and trainer on this machine.
 
     Attributes:
-        address: `host:port` of the rollout service.
+        addresses: `host:port` of each replica of the rollout service.
         redis_url: Address of Redis, given or embedded.
         mqtt_url: Address of the MQTT broker, given or embedded.
         valkey: The embedded server; None where a URL was given.
-        processes: The services by name, `rollout` and `trainer`, as far as they were started.
+        processes: The services by name, `rollout` or `rollout-0` and so on, and `trainer`, as far
+            as they were started.
         num_starts: How often each of them was started.
     """
 
     def __init__(self, config: StackConfig) -> None:
         self._config = config
         self._exit = contextlib.AsyncExitStack()
-        self.address = ""
+        self._replicas = replica_plans(config)
+        self.addresses: list[str] = []
         self.redis_url = config.redis_url or ""
         self.mqtt_url = config.mqtt_url or ""
         self.valkey: ValkeyServer | None = None
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.num_starts: Counter[str] = Counter()
+
+    @property
+    def address(self) -> str:
+        """The first replica's; empty where none was started."""
+        return self.addresses[0] if self.addresses else ""
 
     async def __aenter__(self) -> LocalStack:
         try:
@@ -78,7 +84,7 @@ class LocalStack:
         Raises:
             ConfigError: The trainer would refuse them.
         """
-        await self._start_service("trainer", trainer_settings(self._config, settings))
+        await self._start_service(trainer_plan(self._config, settings))
 
     async def until_ended(self, name: str) -> None:
         """Wait until service `name` has done its work.
@@ -89,12 +95,17 @@ class LocalStack:
         await self._watch(name, self.processes[name])
 
     async def supervise(self) -> None:
-        """Run until cancelled; restarts the embedded Valkey, which loses nothing by it.
+        """Run until cancelled; restarts the embedded Valkey, which loses nothing by it, and a
+        replica where others serve meanwhile.
 
         Raises:
             ServiceError: A service ended with an error.
         """
-        watchers = [self._watch(name, process) for name, process in self.processes.items()]
+        several = {plan.name: plan for plan in self._replicas if len(self._replicas) > 1}
+        watchers = [
+            self._keep_replica(several[name]) if name in several else self._watch(name, process)
+            for name, process in self.processes.items()
+        ]
         if self.valkey is not None:
             watchers.append(self._keep_valkey(self.valkey))
         tasks = [asyncio.create_task(watcher) for watcher in (*watchers, asyncio.Event().wait())]
@@ -108,9 +119,9 @@ class LocalStack:
             task.result()
 
     async def _start(self) -> None:
-        if self._config.with_rollout:
+        for plan in self._replicas:
             # Before anything starts: what the service would say after the servers.
-            _rollout_config(self._config).require_engine()
+            rollout_config(plan).require_engine()
         self._config.run_folder.mkdir(parents=True, exist_ok=True)
         if not self.redis_url:
             self.valkey = ValkeyServer(self._config.run_folder / "valkey")
@@ -120,23 +131,31 @@ class LocalStack:
             self.redis_url = self.valkey.url
         if not self.mqtt_url:
             self.mqtt_url = await self._exit.enter_async_context(embedded_broker())
-        if self._config.with_rollout:
-            await self._start_rollout()
+        # Together: each may take minutes to load its model.
+        starting = [asyncio.create_task(self._start_replica(plan)) for plan in self._replicas]
+        try:
+            self.addresses = list(await asyncio.gather(*starting))
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
         if self._config.with_trainer:
             await self.start_trainer()
 
-    async def _start_service(self, name: str, settings: Mapping[str, Any]) -> None:
-        path = self._config.run_folder / f"{name}.toml"
-        await asyncio.to_thread(path.write_text, render_toml(settings), "utf-8")
+    async def _start_service(self, plan: ServicePlan) -> None:
+        path = self._config.run_folder / f"{plan.name}.toml"
+        await asyncio.to_thread(path.write_text, render_toml(plan.settings), "utf-8")
         process = await spawn(
-            [sys.executable, "-m", f"{name}_service", "--config", str(path), *log_arguments()],
-            log_path=self.log_path(name),
-            environment=self._environment(),
+            [*plan.argv(path), *log_arguments()],
+            log_path=self.log_path(plan.name),
+            environment={**self._environment(), **plan.environment()},
         )
-        self.processes[name] = process
-        self.num_starts[name] += 1
+        self.processes[plan.name] = process
+        self.num_starts[plan.name] += 1
         self._exit.push_async_callback(stop, process, self._config.stop_s)
-        logger.info("%s started as process %d, log in %s", name, process.pid, self.log_path(name))
+        logger.info(
+            "%s started as process %d, log in %s", plan.name, process.pid, self.log_path(plan.name)
+        )
 
     def _environment(self) -> dict[str, str]:
         environment = {"OCTOPUS_REDIS_URL": self.redis_url, "OCTOPUS_MQTT_URL": self.mqtt_url}
@@ -146,28 +165,39 @@ class LocalStack:
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
         return environment
 
-    async def _start_rollout(self) -> None:
-        """Start the rollout service and wait for it to say where it listens."""
+    async def _start_replica(self, plan: ServicePlan) -> str:
+        """Start a rollout service and wait for it to say where it listens."""
         from rollout_service.config import ADDRESS_FILE
 
-        settings = rollout_settings(self._config)
-        path = _rollout_config(self._config).folder / ADDRESS_FILE
+        path = rollout_config(plan).folder / ADDRESS_FILE
         path.unlink(missing_ok=True)
-        await self._start_service("rollout", settings)
-        process = self.processes["rollout"]
+        await self._start_service(plan)
+        process = self.processes[plan.name]
         try:
             async with asyncio.timeout(self._config.start_s):
                 while not path.exists():
                     if process.returncode is not None:
-                        raise self._ended("rollout", process.returncode)
+                        raise self._ended(plan.name, process.returncode)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise Unavailable(
                 "the rollout service did not listen in time",
                 limit=f"{self._config.start_s:g} s",
-                remedy=f"see {self.log_path('rollout')} or raise start_s",
+                remedy=f"see {self.log_path(plan.name)} or raise start_s",
             ) from error
-        self.address = path.read_text("utf-8")
+        return path.read_text("utf-8")
+
+    async def _keep_replica(self, plan: ServicePlan) -> None:
+        """Start a replica again whenever it ends with an error while another one serves."""
+        while status := await self.processes[plan.name].wait():
+            others = (self.processes[each.name] for each in self._replicas if each is not plan)
+            if all(other.returncode is not None for other in others):
+                raise self._ended(plan.name, status)
+            logger.error("%s ended with status %d; starting it again", plan.name, status)
+            await asyncio.sleep(_RESTART_PAUSE_S)
+            address = await self._start_replica(plan)
+            self.addresses[self._replicas.index(plan)] = address
+        logger.info("%s has finished", plan.name)
 
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -190,71 +220,12 @@ class LocalStack:
         )
 
 
-def rollout_settings(config: StackConfig) -> dict[str, Any]:
-    """Settings of the rollout service; those of `config.rollout` win.
-
-    Raises:
-        ConfigError: The service would refuse them.
-    """
-    settings = _rollout_settings(config)
-    _rollout_config(config)
-    return settings
-
-
-def _rollout_config(config: StackConfig) -> RolloutConfig:
-    from rollout_service.config import RolloutConfig
-
-    return validate_config(RolloutConfig, _rollout_settings(config))
-
-
-def _rollout_settings(config: StackConfig) -> dict[str, Any]:
-    return _merged(
-        {
-            "run": config.run,
-            "run_folder": str(config.folder),
-            "replica_id": "replica-0",
-            "model": {"path": str(config.model)},
-            "server": {"host": "127.0.0.1", "port": config.port},
-            "openai": {"port": config.openai_port},
-        },
-        config.rollout,
-    )
-
-
-def trainer_settings(config: StackConfig, over: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Settings of the trainer service; those of `config.trainer` win, those of `over` most.
-
-    Raises:
-        ConfigError: The service would refuse them.
-    """
-    from trainer_service.config import TrainerConfig
-
-    settings = _merged(
-        {
-            "run": config.run,
-            "run_folder": str(config.folder),
-            "model": {"path": str(config.model)},
-        },
-        _merged(config.trainer, over or {}),
-    )
-    validate_config(TrainerConfig, settings)
-    return settings
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            value = _merged(below, value)
-        merged[key] = value
-    return merged
-
-
 def _tail(path: Path) -> str:
     """The last lines of a log, each cut to what a screen holds; progress bars left out."""
     with contextlib.suppress(OSError):
         lines = path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").splitlines()
         told = [line[:_LOG_LINE_CHARS] for line in lines if line.strip() and "it/s]" not in line]
-        return "\n".join(["", *told[-_LOG_TAIL_LINES:]])
+        # Where several processes end, torchrun's long report stands behind what they said.
+        said = [line for line in told if line.startswith("octopus ")]
+        return "\n".join(["", *(said or told)[-_LOG_TAIL_LINES:]])
     return ""

@@ -25,10 +25,17 @@ class StackConfig(BaseModel):
     """Address of the MQTT broker; unset starts the embedded one."""
     token: SecretStr | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_TOKEN"})
     """Bearer token that the rollout service asks for."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Rollout services; of several, one that ends is started again."""
+    trainer_processes: int = Field(default=1, ge=1, le=64)
+    """Processes of the trainer; torchrun starts several, each on a GPU of its own."""
+    gpus: int | None = Field(default=None, ge=1, le=64)
+    """GPUs of this machine to divide: each replica gets rollout.engine.vllm.tensor_parallel_size,
+    then each trainer process one; unset, every service sees all of them."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the rollout service; 0 takes a free one."""
+    """Port of the rollout service, the next ones those of further replicas; 0 takes free ones."""
     openai_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the rollout service's OpenAI-compatible endpoint; unset serves none."""
+    """Port of the rollout service's OpenAI-compatible endpoint, and so on; unset serves none."""
     page_port: int | None = Field(default=0, ge=0, le=65535)
     """Port of the live page; 0 takes a free one, `none` serves no page."""
     with_rollout: bool = True

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from harness_sdk.cli.models import resolve_model, rollout_for_model
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config, render_toml
-from harness_sdk.cli.stack import LocalStack, rollout_settings, trainer_settings
+from harness_sdk.cli.stack import LocalStack
+from harness_sdk.cli.stack_layout import replica_plans, trainer_plan
 from harness_sdk.cli.watch.beside import page_beside
 from harness_sdk.control import masked_url
 
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig
+    from harness_sdk.cli.stack_layout import ServicePlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,15 +36,22 @@ def run(args: argparse.Namespace) -> int:
     suited = rollout_for_model(config.model, config.rollout)
     config = config.model_copy(update={"rollout": suited})
     # Faults of either service's settings show before anything starts.
-    services = {"rollout": rollout_settings(config), "trainer": trainer_settings(config)}
+    plans = [*replica_plans(config), *([trainer_plan(config)] if config.with_trainer else [])]
     if args.dry_run:
         sys.stdout.write(render_config(config, args.dry_run))
         if args.dry_run == "toml":
-            for name, settings in services.items():
-                sys.stdout.write(f"\n# {name}.toml\n" + render_toml(settings))
+            for plan in plans:
+                sys.stdout.write(f"\n{_shown(config, plan)}\n{render_toml(plan.settings)}")
         return 0
     config = config.model_copy(update={"model": resolve_model(config.model)})
     return asyncio.run(_up(config))
+
+
+def _shown(config: StackConfig, plan: ServicePlan) -> str:
+    """Comments that say how a service is started."""
+    path = config.run_folder / f"{plan.name}.toml"
+    variables = [f"{name}={value}" for name, value in plan.environment().items()]
+    return f"# {path}: {' '.join([*variables, 'python', *plan.argv(path)[1:]])}"
 
 
 async def _up(config: StackConfig) -> int:
@@ -62,17 +71,13 @@ async def _up(config: StackConfig) -> int:
 
 
 async def _serve(config: StackConfig) -> None:
-    openai_port = config.openai_port
+    openai_ports = [plan.settings["openai"]["port"] for plan in replica_plans(config)]
     async with LocalStack(config) as stack, page_beside(config, stack) as page:
         lines = [
             f"redis    {masked_url(stack.redis_url)}",
             f"mqtt     {masked_url(stack.mqtt_url)}",
-            *([f"rollout  {stack.address}"] if stack.address else []),
-            *(
-                [f"openai   http://127.0.0.1:{openai_port}/v1"]
-                if stack.address and openai_port
-                else []
-            ),
+            *(f"rollout  {address}" for address in stack.addresses),
+            *(f"openai   http://127.0.0.1:{port}/v1" for port in openai_ports if port),
             *([f"page     {page}"] if page else []),
             f"logs     {', '.join(str(stack.log_path(name)) for name in stack.processes)}",
             f"run      {config.run}; Ctrl-C stops everything",

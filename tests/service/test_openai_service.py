@@ -15,8 +15,8 @@ import pytest
 
 from harness_sdk import OctopusClient
 from harness_sdk.cli.settings import validate_config
-from harness_sdk.cli.stack import rollout_settings
 from harness_sdk.cli.stack_config import StackConfig
+from harness_sdk.cli.stack_layout import replica_plans
 from rollout_service.access import Access
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
@@ -91,5 +91,5 @@ async def test_agent_of_the_documentation_earns_its_reward() -> None:
 
 def test_up_hands_its_port_on() -> None:
     config = StackConfig(model=Path("model"), openai_port=8123)
-    assert rollout_settings(config)["openai"]["port"] == 8123
-    assert rollout_settings(StackConfig(model=Path("model")))["openai"]["port"] is None
+    assert replica_plans(config)[0].settings["openai"]["port"] == 8123
+    assert replica_plans(StackConfig(model=Path("model")))[0].settings["openai"]["port"] is None

@@ -20,6 +20,7 @@ from harness_sdk.cli.processes import free_port
 from harness_sdk.control import permits_key
 from harness_sdk.errors import ClientClosed, ConfigError, ServiceError, ToolError, Unavailable
 from harness_sdk.permits import redis_permits
+from harness_sdk.replicas import Replicas
 from harness_sdk.runner import GroupOutcome, Runner, RunOptions
 from harness_sdk.summary import summarise
 from tests.service.sdk_service import Running, calls, scripted
@@ -101,7 +102,7 @@ async def test_groups_share_a_task_and_their_records_carry_rewards(
 ) -> None:
     ended: list[str] = []
     runner = Runner(
-        [client],
+        Replicas([client]),
         load_agent(folder),
         RunOptions(group_size=2, num_groups=4, concurrency=3),
         on_group=lambda group: ended.append(group.task_id),
@@ -156,7 +157,7 @@ async def test_failed_episode_is_an_outcome_and_a_record_not_a_crash(
             raise ToolError("the search engine is down")
         return await say(thread, task)
 
-    runner = Runner([client], agent(flaky), RunOptions(group_size=2))
+    runner = Runner(Replicas([client]), agent(flaky), RunOptions(group_size=2))
     good, bad = await runner.run()
     assert good.rewards == [1.0, 1.0]
     assert bad.rewards == []
@@ -178,7 +179,7 @@ async def test_agent_that_lets_a_cancellation_of_its_own_out_fails_its_episode_a
         return await say(thread, task)
 
     async with asyncio.timeout(30):
-        groups = await Runner([client], agent(stumble), RunOptions(group_size=1)).run()
+        groups = await Runner(Replicas([client]), agent(stumble), RunOptions(group_size=1)).run()
     assert [group.is_complete for group in groups] == [True, True]
     (failed,), (passed,) = (group.episodes for group in groups)
     assert (failed.reward, failed.error) == (None, "CancelledError: ")
@@ -192,7 +193,7 @@ async def test_metrics_that_fail_cost_no_episode(
         return {"length": 1.0 / (task["id"] == "b")}
 
     groups = await Runner(
-        [client], replace(agent(say), metrics=broken), RunOptions(group_size=1)
+        Replicas([client]), replace(agent(say), metrics=broken), RunOptions(group_size=1)
     ).run()
     assert [group.rewards for group in groups] == [[1.0], [1.0]]
     assert [group.episodes[0].metrics for group in groups] == [{}, {"length": 1.0}]
@@ -208,7 +209,7 @@ async def test_what_any_thread_reports_stands_beside_the_metrics(client: Octopus
         await thread.done(task["id"])
 
     with_metrics = replace(agent(reporting), metrics=lambda task, answer: {"length": 1.0})
-    groups = await Runner([client], with_metrics, RunOptions(group_size=1)).run()
+    groups = await Runner(Replicas([client]), with_metrics, RunOptions(group_size=1)).run()
     assert [group.episodes[0].metrics for group in groups] == [{"found": 0.5, "length": 1.0}] * 2
 
 
@@ -220,7 +221,7 @@ async def test_returned_text_is_scored_in_place_of_the_answer(
         await thread.done("it is repaired")
         return task["id"] if task["id"] == "a" else None
 
-    groups = await Runner([client], agent(working), RunOptions(group_size=1)).run()
+    groups = await Runner(Replicas([client]), agent(working), RunOptions(group_size=1)).run()
     assert [group.rewards for group in groups] == [[1.0], [0.0]]
     assert [record.answer for record in service.records.written] == ["it is repaired"] * 2
 
@@ -233,7 +234,7 @@ async def test_policy_failure_scores_zero_and_is_no_failure(
             await thread.generate(f"say {task['id']}")
 
     (group,) = await Runner(
-        [client], agent(long_winded, tasks=("a",)), RunOptions(group_size=1)
+        Replicas([client]), agent(long_winded, tasks=("a",)), RunOptions(group_size=1)
     ).run()
     assert group.rewards == [0.0]
     assert group.episodes[0].error == ""
@@ -245,7 +246,9 @@ async def test_failures_in_a_row_stop_the_run(client: OctopusClient) -> None:
         raise Unavailable("nothing works")
 
     many = agent(broken, tasks=[str(i) for i in range(100)])
-    runner = Runner([client], many, RunOptions(group_size=1, max_failures=3, concurrency=1))
+    runner = Runner(
+        Replicas([client]), many, RunOptions(group_size=1, max_failures=3, concurrency=1)
+    )
     with pytest.raises(ServiceError, match="nothing works"):
         await runner.run()
     assert len(runner.groups) < 10
@@ -262,7 +265,7 @@ async def test_concurrency_is_bounded(client: OctopusClient) -> None:
         running -= 1
         return await say(thread, task)
 
-    await Runner([client], agent(counted), RunOptions(group_size=4, concurrency=3)).run()
+    await Runner(Replicas([client]), agent(counted), RunOptions(group_size=4, concurrency=3)).run()
     assert most == 3
 
 
@@ -278,7 +281,9 @@ async def test_runner_starts_no_group_beyond_its_permits(
         redis.asyncio.Redis.from_url(url) as redis_client,
     ):
         options = RunOptions(group_size=1, num_groups=3)
-        runner = Runner([client], agent(say), options, permits=permits, on_group=ended.append)
+        runner = Runner(
+            Replicas([client]), agent(say), options, permits=permits, on_group=ended.append
+        )
         await redis_client.hset(permits_key("r"), "granted", "2")
         task = asyncio.create_task(runner.run())
         await until(lambda: len(ended) == 2)
@@ -346,7 +351,7 @@ async def test_permit_of_a_group_that_never_opened_is_given_back(
     ):
         await redis_client.hset(permits_key("r"), "granted", "9")
         await client.close()
-        runner = Runner([client], agent(say), RunOptions(group_size=2), permits=permits)
+        runner = Runner(Replicas([client]), agent(say), RunOptions(group_size=2), permits=permits)
         with pytest.raises(ClientClosed):
             await runner.run()
         assert await redis_client.hget(permits_key("r"), "taken") == b"0"
@@ -354,7 +359,7 @@ async def test_permit_of_a_group_that_never_opened_is_given_back(
 
 async def test_agent_without_tasks_is_refused(client: OctopusClient) -> None:
     with pytest.raises(ConfigError, match="no tasks"):
-        await Runner([client], agent(say, tasks=()), RunOptions(num_groups=1)).run()
+        await Runner(Replicas([client]), agent(say, tasks=()), RunOptions(num_groups=1)).run()
 
 
 async def octopus(*words: str) -> asyncio.subprocess.Process:

@@ -21,6 +21,7 @@ from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
 from harness_sdk.errors import ToolError
 from harness_sdk.permits import redis_permits
 from harness_sdk.record import EpisodeRecord, record_from_bytes
+from harness_sdk.replicas import Replicas
 from harness_sdk.runner import Runner, RunOptions
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
@@ -70,7 +71,7 @@ class _World:
         url = self.common["redis"]["url"]
         options = RunOptions(group_size=GROUP_SIZE, num_groups=num_groups, concurrency=2)
         async with redis_permits(url, RUN, group_size=GROUP_SIZE) as limit, asyncio.timeout(60):
-            runner = Runner(self.clients, agent, options, permits=limit)
+            runner = Runner(Replicas(self.clients), agent, options, permits=limit)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(loop.train(config, asyncio.Event()))
                 tasks.create_task(runner.run())

@@ -24,6 +24,7 @@ from harness_sdk.cli.stack_config import StackConfig
 from harness_sdk.client import OctopusClient
 from harness_sdk.errors import ConfigError
 from harness_sdk.permits import redis_permits
+from harness_sdk.replicas import Replicas
 from harness_sdk.runner import Runner, RunOptions
 
 FORKS, READS = 0.6, 0.5
@@ -99,7 +100,7 @@ async def _learn(
         options = RunOptions(
             group_size=config.group_size, num_groups=0, concurrency=config.concurrency
         )
-        runner = Runner([client], relay_agent(config.seed), options, permits=permits)
+        runner = Runner(Replicas([client]), relay_agent(config.seed), options, permits=permits)
         async with asyncio.TaskGroup() as tasks, progress.following(config.run_folder):
             playing = tasks.create_task(runner.run())
             await stack.until_ended("trainer")
