@@ -7,7 +7,7 @@ TEST_STAMP := $(VENV)/.installed-test
 # The whole loop, conformance, random use, page layouts.
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
 
-.PHONY: help install demo test test-vllm fuzz soak lint docs proto bench clean
+.PHONY: help install demo test test-vllm fuzz chaos soak lint docs proto bench clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -43,8 +43,11 @@ test-vllm: $(TEST_STAMP) ## All tests of the vLLM engine.
 fuzz: $(TEST_STAMP) ## Fuzz every RPC, records, templates and configurations; FUZZ=--help tells how much.
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.fuzz $(FUZZ)
 
+chaos: $(TEST_STAMP) ## Kill every process of a run again and again, and cut its network.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/chaos
+
 soak: $(TEST_STAMP) ## Long random use of every engine.
-	$(BIN)/python -m pytest -m soak -s
+	$(BIN)/python -m pytest -m soak -s --ignore tests/chaos
 	$(BIN)/python -m pytest -m soak -s tests/vllm
 
 lint: $(TEST_STAMP) ## ruff and pyright.

@@ -32,6 +32,8 @@ _MAX_PORT = 65_535
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Of the pings by which gRPC measures: keepalive sends none while one of them is unanswered.
+    ("grpc.http2.ping_timeout_ms", 30_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

@@ -102,6 +102,9 @@ async def serve(
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            # While a ping of gRPC's own measuring is unanswered, keepalive sends none: its limit,
+            # a minute by default, is then the one that counts.
+            ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS + _KEEPALIVE_TIMEOUT_MS),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             # Clients may look after their connection just as often.

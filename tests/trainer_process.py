@@ -19,9 +19,9 @@ from trainer_service.config import TrainerConfig
 
 CRASH_POINTS = ("in the step", "before the checkpoint is whole", "before the ack", "after the ack")
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+FORKSERVER = multiprocessing.get_context("forkserver")
 # torch and transformers are imported once, in the server that the processes are forked from.
-_CONTEXT.set_forkserver_preload(["trainer_service.loop"])
+FORKSERVER.set_forkserver_preload(["trainer_service.loop", "rollout_service.service"])
 
 
 WATCHED = (
@@ -53,7 +53,7 @@ async def run_trainer(
     Returns:
         Exit code; minus the signal's number where it was killed.
     """
-    process = _CONTEXT.Process(
+    process = FORKSERVER.Process(
         target=_main, args=(config.model_dump_json(), crash_at, crash_step, crash_line), daemon=True
     )
     process.start()
