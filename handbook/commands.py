@@ -10,17 +10,17 @@ from unittest import mock
 
 from handbook.configuration import COMMAND_MODELS
 from handbook.tables import code, table
-from harness_sdk.cli.__main__ import COMMANDS
+from harness_sdk.cli.__main__ import COMMANDS, add_log_format
 from harness_sdk.cli.settings import ENVIRONMENT
 
 _HEAD = """# Commands
 
-Every command has `--help`, `--config FILE` (TOML) and `--dry-run`, which prints the resolved
-settings and exits. The exit status is 0, 1 for an error, 2 for a wrong command line, 130 after
+Every command has `--help`, `--config FILE` (TOML), `--log-format text|json` for the log on stderr,
+and `--dry-run`, which prints the resolved settings and exits. The exit status is 0, 1 for an error, 2 for a wrong command line, 130 after
 Ctrl-C. An error names the value, the limit and the remedy.
 """
 
-_SHARED = ("help", "config", "dry_run")
+_SHARED = ("help", "config", "dry_run", "log_format")
 
 
 def commands_page() -> str:
@@ -39,6 +39,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         for variable in ENVIRONMENT:
             os.environ.pop(variable, None)
         importlib.import_module(f"harness_sdk.cli.{name}").add_arguments(parser)
+    add_log_format(parser)
     return parser
 
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         refuse_secrets(arguments)
         command.add_arguments(sub)
-        _add_log_format(sub)
+        add_log_format(sub)
         parsed = parse_command(sub, words)
         set_up_tracing(args.command)
         return command.run(parsed)
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _add_log_format(parser: argparse.ArgumentParser) -> None:
+def add_log_format(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that every command has."""
     parser.add_argument(
         "--log-format", choices=FORMS, default=FORMS[0], help="how the log is written to stderr"
     )
@@ -87,7 +88,7 @@ def _add_log_format(parser: argparse.ArgumentParser) -> None:
 def _log_form(words: Sequence[str]) -> str:
     """The form asked for, before anything else is parsed: what goes wrong there is logged in it."""
     finder = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    _add_log_format(finder)
+    add_log_format(finder)
     try:
         return finder.parse_known_args(words)[0].log_format
     except argparse.ArgumentError:
