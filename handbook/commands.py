@@ -16,8 +16,8 @@ from harness_sdk.cli.settings import ENVIRONMENT
 _HEAD = """# Commands
 
 Every command has `--help`, `--config FILE` (TOML), `--log-format text|json` for the log on stderr,
-and `--dry-run`, which prints the resolved settings and exits. The exit status is 0, 1 for an error, 2 for a wrong command line, 130 after
-Ctrl-C. An error names the value, the limit and the remedy.
+and `--dry-run`, which prints the resolved settings and exits. The exit status is 0, 1 for an error,
+2 for a wrong command line, 130 after Ctrl-C. An error names the value, the limit and the remedy.
 """
 
 _SHARED = ("help", "config", "dry_run", "log_format")
