@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import inspect
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from grpc_tools import protoc
 
 from handbook.tables import code, table
 from harness_sdk._wire import PROTOCOL_VERSION
+from harness_sdk.errors import ERRORS_BY_NAME
 
 Comments = dict[tuple[int, ...], str]
 """Text by the path of what it describes, as descriptor.proto numbers it."""
@@ -30,7 +32,8 @@ _HEAD = f"""# Wire
 gRPC and protobuf, package `octopus.rpc.v1`, protocol version {PROTOCOL_VERSION}. The files are
 `proto/harness_sdk/rpc/v1/rollout.proto` and `record.proto`; this page is made from their comments.
 Calls carry `authorization: Bearer TOKEN` where the service asks for a token. A failed call carries
-an [ErrorDetail](#errordetail) in the trailing metadata `octopus-error-bin`.
+an [ErrorDetail](#errordetail) in the trailing metadata `octopus-error-bin`, whose `kind` is one of
+these [errors](#errors).
 """
 
 
@@ -53,7 +56,22 @@ def wire_page(proto: Path) -> str:
             lines += _message(message, comments, (_MESSAGES, index))
         for index, enum in enumerate(file.enum_type):
             lines += _enum(enum, comments, (_ENUMS, index))
+    lines += ["## Errors", "", *_errors()]
     return "\n".join(lines) + "\n"
+
+
+def _errors() -> Iterator[str]:
+    """The errors of `harness_sdk.errors`, and the status that each travels under."""
+    rows = [
+        [
+            code(name),
+            code(error.status),
+            "yes" if error.retryable else "no",
+            inspect.cleandoc(error.__doc__ or "").partition("\n\n")[0],
+        ]
+        for name, error in ERRORS_BY_NAME.items()
+    ]
+    yield from table(["kind", "status", "same call may succeed later", "meaning"], rows)
 
 
 def _described(proto: Path) -> Sequence[FileDescriptorProto]:

@@ -274,7 +274,8 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """A replica's state at one moment."""
+    """A replica's state at one moment: `kv_use` is the share of `tokens_capacity` that is taken,
+    from 0 to 1, and `metrics` holds sums since the start by area/name."""
 
     replica_id: str
     run: str

@@ -63,11 +63,14 @@ def test_wire_reference_tells_every_call_and_field(generated: dict[str, str]) ->
     assert not untold, f"comment in proto/ {untold}"
 
 
-def test_wire_reference_names_errors_by_their_status() -> None:
+def test_wire_reference_names_errors_by_their_status(generated: dict[str, str]) -> None:
     comments = "".join(path.read_text() for path in (ROOT / "proto").rglob("*.proto"))
     text = re.sub(r"\n\s*//", "", comments)
     named = re.findall(r"\b([A-Z][a-z]+(?:[A-Z][a-z]+)+) \(([A-Z_]+)[:)]", text)
     assert len(named) > 6
+    page = generated["reference/wire.md"].partition("## Errors\n")[2]
+    for name, error in ERRORS_BY_NAME.items():
+        assert re.search(rf"^\| `{name}` \| `{error.status}` \| (yes|no) \| \w", page, re.MULTILINE)
     assert all(ERRORS_BY_NAME[name].status == status for name, status in named), named
 
 
