@@ -26,12 +26,15 @@ SAMPLING = SamplingOptions(max_tokens=64)
 LONG, SHORT = 24, 2
 """Useless numbers on a page; each takes four tokens."""
 
+_SHARE = 2 / 3
+"""Of detours, of long shelves and of long insides."""
+
 _WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaultTask:
-    """One vault. Detour, long shelf and long inside are tossed independently."""
+    """One vault. Detour, long shelf and long inside are independent."""
 
     task_id: str
     question: str
@@ -57,7 +60,7 @@ def draw_tasks(seed: int) -> Iterator[VaultTask]:
     index = 0
     while True:
         code, treasure = draw_numbers(rng, 2)
-        detour, shelf_is_long, inside_is_long = (rng.random() < 0.5 for _ in range(3))
+        detour, shelf_is_long, inside_is_long = (rng.random() < _SHARE for _ in range(3))
         shelf = _dust(rng, LONG if shelf_is_long else SHORT)
         shelf.insert(rng.randrange(len(shelf) + 1), f"code {code}")
         inside = [f"inside {treasure}", *_dust(rng, LONG if inside_is_long else SHORT)]

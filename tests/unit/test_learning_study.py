@@ -23,7 +23,7 @@ from trainer_service.dag import pack_episodes
 Kind = tuple[bool, bool, bool]
 """Detour, long shelf, long inside."""
 
-KINDS: list[Kind] = list(product((False, True), repeat=3))
+KINDS: list[Kind] = list(product((False, True), (False, True), (False, True)))
 
 OPENED_IN_BRANCHES = {
     "octopus": lambda detour, shelf, inside: True,
