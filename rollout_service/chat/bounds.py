@@ -243,6 +243,9 @@ def _foresee(
         spend(_length(value) * extent(given))
     elif name in _COMPARED:
         spend(extent(value))
+    elif name == "striptags" and isinstance(value, str):
+        # Each tag that it takes out copies the text.
+        spend(len(value) * value.count("<"))
     elif name in _PADDING:
         spend(extent(value) * (1 + max((abs(n) for n in given if isinstance(n, int)), default=0)))
     elif name in _AS_TEXT:

@@ -97,6 +97,7 @@ HUGE = {
     "batch": "{{ [1] | batch(10000000000, 'x') | list }}",
     "sort": "{{ (['x' * 999999] * 999) | sort | length }}",
     "unique items": "{{ (['x' * 999999] * 999) | select | unique | list | length }}",
+    "tags": "{{ ('<!-- -->' * 100000) | striptags }}",
     "round": "{{ 1.5 | round(1000000000, 'floor') }}",
     "a width": "{{ '%10000000000d' % 1 }}",
     "a width in braces": "{{ '{:10000000000}'.format(1) }}",
@@ -149,6 +150,7 @@ def test_large_messages_are_rendered() -> None:
         ),
         ("{{ 'aXb' | replace('X', '-') }}{{ 'aXb'.replace('X', '') }}", "a-bab"),
         ("{{ [1, 2, 3] | batch(2) | list }}{{ 1.25 | round(1) }}", "[[1, 2], [3]]1.2"),
+        ("{{ 'a <b>c</b> <!-- d --> e' | striptags }}", "a c e"),
         ("{{ 'bca' | sort | join }}{{ [1, 2] | map('string') | max }}", "abc2"),
         ("{% for i in range(5) if i is odd %}{{ loop.index }}{{ i }}{% endfor %}", "1123"),
         (
