@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from harness_sdk.agents import Agent, load_agent
 from harness_sdk.cli.discovery import discovered
+from harness_sdk.cli.tls_arguments import tls_options
 from harness_sdk.client import OctopusClient
 from harness_sdk.control import masked_url
 from harness_sdk.errors import ConfigError
-from harness_sdk.options import TlsOptions
 from harness_sdk.replicas import Replicas
 from harness_sdk.types import Limits, SamplingOptions
 
@@ -46,7 +46,7 @@ async def reached(addresses: Sequence[str], config: AgentConfig) -> AsyncIterato
     connect = functools.partial(
         OctopusClient.connect,
         token=config.token.get_secret_value() if config.token is not None else None,
-        tls=_tls(config),
+        tls=tls_options(config.tls_ca, config.tls_cert, config.tls_key),
     )
     if addresses:
         async with contextlib.AsyncExitStack() as stack:
@@ -68,11 +68,3 @@ async def reached(addresses: Sequence[str], config: AgentConfig) -> AsyncIterato
         )
     async with discovered(config.mqtt_url, config.run, connect) as replicas:
         yield replicas
-
-
-def _tls(config: AgentConfig) -> TlsOptions | None:
-    files = (config.tls_ca, config.tls_cert, config.tls_key)
-    if not any(files):
-        return None
-    ca, cert, key = (str(path) if path is not None else None for path in files)
-    return TlsOptions(ca_file=ca, cert_file=cert, key_file=key)

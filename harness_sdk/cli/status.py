@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from harness_sdk.cli.environment import variable
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
+from harness_sdk.cli.tls_arguments import add_tls_arguments, tls_options
 from harness_sdk.errors import ConfigError, HarnessError
 from harness_sdk.printable import printable
 
 if TYPE_CHECKING:
     from harness_sdk.control import ReplicaState
+    from harness_sdk.options import TlsOptions
 
 
 _RECOMPUTED = "tokens/recomputed_"
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address", action="append", default=[], metavar="HOST:PORT",
         help="a replica to ask beside those that the control bus knows",
     )  # fmt: skip
+    add_tls_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_file_arguments(parser)
 
@@ -79,11 +82,12 @@ async def _collect(args: argparse.Namespace) -> dict[str, Any]:
         except HarnessError as error:
             state["errors"].append(str(error))
     token = variable("OCTOPUS_TOKEN")
+    tls = tls_options(args.tls_ca, args.tls_cert, args.tls_key)
     found = {replica.address for replica in known if replica.alive}
     state["replicas"] = [
-        *await asyncio.gather(*(replica_status(each.address, each, token) for each in known)),
+        *await asyncio.gather(*(replica_status(each.address, each, token, tls) for each in known)),
         *await asyncio.gather(
-            *(replica_status(each, None, token) for each in args.address if each not in found)
+            *(replica_status(each, None, token, tls) for each in args.address if each not in found)
         ),
     ]
     state["errors"] += [each["unreachable"] for each in state["replicas"] if each["unreachable"]]
@@ -91,7 +95,7 @@ async def _collect(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def replica_status(
-    address: str, known: ReplicaState | None, token: str | None
+    address: str, known: ReplicaState | None, token: str | None, tls: TlsOptions | None
 ) -> dict[str, Any]:
     """What the control bus and the replica itself say."""
     replica: dict[str, Any] = {
@@ -115,6 +119,7 @@ async def replica_status(
         async with OctopusClient.connect(
             address,
             token=token,
+            tls=tls,
             timeouts=Timeouts(connect_s=3, call_s=3),
             retry=RetryPolicy(max_attempts=1),
         ) as client:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 import ssl
 from collections.abc import AsyncIterator
@@ -65,6 +66,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def moved(drawn: Path, port: int) -> str:
+    """The address that was drawn, at a port of this machine."""
+    return re.sub(r"@[^/?]+", f"@localhost:{port}", drawn.read_text().strip())
+
+
 @pytest.fixture
 async def urls(folder: Path, tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     """Address of a real Valkey behind TLS, for each user."""
@@ -74,10 +80,7 @@ async def urls(folder: Path, tmp_path: Path) -> AsyncIterator[dict[str, str]]:
         tls_relay(port, server_context(folder, "valkey")) as tls_port,
     ):
         yield {
-            name: (folder / f"redis.{name}")
-            .read_text()
-            .strip()
-            .replace("valkey:6379", f"localhost:{tls_port}")
+            name: moved(folder / f"redis.{name}", tls_port)
             for name in ("rollout", "trainer", "agent", "monitor")
         }
 
@@ -258,13 +261,7 @@ async def amqtt_broker(folder: Path, tmp_path: Path) -> AsyncIterator[dict[str, 
     )  # fmt: skip
     await broker.start()
     try:
-        yield {
-            name: (folder / f"mqtt.{name}")
-            .read_text()
-            .strip()
-            .replace("mosquitto:8883", f"localhost:{port}")
-            for name in BROKER_TOPICS
-        }
+        yield {name: moved(folder / f"mqtt.{name}", port) for name in BROKER_TOPICS}
     finally:
         await broker.shutdown()
 
@@ -291,7 +288,9 @@ async def try_to_announce(url: str) -> None:
 async def test_the_trainer_alone_announces_over_tls(folder: Path, tmp_path: Path) -> None:
     state = ReplicaState(replica_id="replica-0", alive=True, versions=(0,))
     async with amqtt_broker(folder, tmp_path) as brokers:
-        await asyncio.gather(*(try_to_announce(brokers[name]) for name in ("rollout", "monitor")))
+        await asyncio.gather(
+            *(try_to_announce(brokers[name]) for name in ("rollout", "agent", "monitor"))
+        )
         assert (await read_bus_state(brokers["monitor"], RUN, listen_s=0.2)).policy is None
         async with (
             ReplicaBus(brokers["rollout"], RUN, state) as replica,
@@ -301,8 +300,9 @@ async def test_the_trainer_alone_announces_over_tls(folder: Path, tmp_path: Path
             async with asyncio.timeout(5):
                 assert await anext(replica.announcements()) == ANNOUNCEMENT
             assert await trainer.wait_until(lambda found: "replica-0" in found, 5)
-        seen = await read_bus_state(brokers["monitor"], RUN, listen_s=0.3)
-        assert seen.policy == ANNOUNCEMENT
+        for name in ("agent", "monitor"):
+            seen = await read_bus_state(brokers[name], RUN, listen_s=0.3)
+            assert seen.policy == ANNOUNCEMENT and len(seen.replicas) == 1
 
 
 # paho leaves a socket whose handshake failed to the garbage collector.

@@ -9,8 +9,9 @@ Each file holds one secret, so that each service is given what it needs and noth
 | `mosquitto.pem`, `mosquitto.key`, `mosquitto.passwords`, `mosquitto.acl` | Mosquitto |
 | `rollout.pem`, `rollout.key`, `tokens`, `redis.rollout`, `mqtt.rollout` | a rollout service |
 | `redis.trainer`, `mqtt.trainer` | the trainer |
-| `token.agent`, `redis.agent` | who runs agents |
+| `token.agent`, `redis.agent`, `mqtt.agent` | who runs agents |
 | `token.monitor`, `redis.monitor`, `mqtt.monitor` | `octopus status`, `octopus watch` |
+| `grafana.admin` | Grafana, and who edits its dashboards |
 | `token.admin` | nobody, until there is need |
 """
 
@@ -33,6 +34,9 @@ from harness_sdk.cli.secrets.users import (
 from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError
 
+_OUTSIDE = ("agent", "monitor")
+"""Users that reach the servers from outside, with the folder's own files."""
+
 _TOKENS = {"agent": "agent", "monitor": "trainer", "admin": "admin"}
 """Name of a token's holder, and its scope."""
 
@@ -49,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mqtt", default="mosquitto:8883", metavar="HOST:PORT", help="where the broker is reached"
     )
+    parser.add_argument(
+        "--outside", default="localhost", metavar="HOST",
+        help="where agents and onlookers reach the servers' published ports (localhost)",
+    )  # fmt: skip
     parser.add_argument(
         "--host", action="append", default=[], metavar="NAME",
         help="a further name or address of the services, for their certificates",
@@ -71,9 +79,13 @@ def run(args: argparse.Namespace) -> int:
 
     authority = Authority(days=args.days)
     files = authority.files()
-    for service, address in (("valkey", args.redis), ("mosquitto", args.mqtt), ("rollout", "")):
-        names = dict.fromkeys([service, _host(address), *args.host, "localhost", "127.0.0.1"])
-        files |= authority.issue(service, [name for name in names if name])
+    for service, names in {
+        "valkey": ["valkey", _host(args.redis)],
+        "mosquitto": ["mosquitto", _host(args.mqtt)],
+        "rollout": ["rollout", "rollout-1"],
+    }.items():
+        hosts = dict.fromkeys([*names, args.outside, *args.host, "localhost", "127.0.0.1"])
+        files |= authority.issue(service, list(hosts))
     files |= _redis_files(args) | _broker_files(args) | _token_files()
     for name, data in files.items():
         # Containers read single files as users of their own; the folder keeps others out.
@@ -100,7 +112,7 @@ def _make_folder(folder: Path) -> None:
 def _redis_files(args: argparse.Namespace) -> dict[str, bytes]:
     passwords = {name: secrets.token_urlsafe(32) for name in REDIS_RULES}
     urls = {
-        f"redis.{name}": _url("rediss", name, word, f"{args.redis}/0", args.mount)
+        f"redis.{name}": _url(args, "rediss", name, word, args.redis, "/0")
         for name, word in passwords.items()
     }
     return _encoded({**urls, "valkey.acl": valkey_acl(passwords, args.run)})
@@ -109,7 +121,7 @@ def _redis_files(args: argparse.Namespace) -> dict[str, bytes]:
 def _broker_files(args: argparse.Namespace) -> dict[str, bytes]:
     passwords = {name: secrets.token_urlsafe(32) for name in BROKER_TOPICS}
     urls = {
-        f"mqtt.{name}": _url("mqtts", name, word, args.mqtt, args.mount)
+        f"mqtt.{name}": _url(args, "mqtts", name, word, args.mqtt, "")
         for name, word in passwords.items()
     }
     run = "+" if args.run == "*" else args.run
@@ -126,12 +138,19 @@ def _token_files() -> dict[str, bytes]:
     tokens = {name: secrets.token_urlsafe(32) for name in _TOKENS}
     rows = [f"{name} {scope} {tokens[name]}\n" for name, scope in _TOKENS.items()]
     single = {f"token.{name}": f"{token}\n" for name, token in tokens.items()}
-    return _encoded({**single, "tokens": "".join(rows)})
+    grafana = secrets.token_urlsafe(32)
+    return _encoded({**single, "tokens": "".join(rows), "grafana.admin": grafana})
 
 
-def _url(scheme: str, user: str, password: str, place: str, mount: Path) -> str:
-    ca = quote(str(mount / "ca.pem"))
-    return f"{scheme}://{user}:{password}@{place}?ssl_ca_certs={ca}\n"
+def _url(
+    args: argparse.Namespace, scheme: str, user: str, password: str, place: str, path: str
+) -> str:
+    folder = args.mount
+    if user in _OUTSIDE:
+        place = f"{args.outside}:{place.rpartition(':')[2]}"
+        folder = args.folder.resolve()
+    ca = quote(str(folder / "ca.pem"))
+    return f"{scheme}://{user}:{password}@{place}{path}?ssl_ca_certs={ca}\n"
 
 
 def _host(address: str) -> str:

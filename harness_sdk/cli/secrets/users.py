@@ -32,6 +32,7 @@ BROKER_TOPICS = {
         "read octopus/{run}/replica/+",
         "readwrite octopus/{run}/echo/+",
     ),
+    "agent": ("read octopus/{run}/policy", "read octopus/{run}/replica/+"),
     "monitor": ("read octopus/{run}/#", "readwrite octopus/doctor/+"),
 }
 """Topics of each user; a version is announced by the trainer alone."""

@@ -29,6 +29,7 @@ from harness_sdk.cli.environment import variable
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
+from harness_sdk.cli.tls_arguments import add_tls_arguments, tls_options
 from harness_sdk.errors import ConfigError
 
 _MAX_EPISODES = 20_000
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--episodes", type=int, default=1000, metavar="N", help="newest episodes kept (1000)"
     )
+    add_tls_arguments(parser)
     add_file_arguments(parser)
 
 
@@ -92,6 +94,7 @@ async def _serve(args: argparse.Namespace) -> None:
         port=args.port,
         max_episodes=args.episodes,
         token=variable("OCTOPUS_TOKEN"),
+        tls=tls_options(args.tls_ca, args.tls_cert, args.tls_key),
     ) as url:
         sys.stdout.write(f"page     {url}\nrun      {args.run}; Ctrl-C stops the page alone\n")
         sys.stdout.flush()

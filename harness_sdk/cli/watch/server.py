@@ -27,6 +27,7 @@ from harness_sdk.cli.watch.page import page_html
 from harness_sdk.cli.watch.panes import episode_rows, panes
 from harness_sdk.cli.watch.texts import Texts
 from harness_sdk.errors import ConfigError, HarnessError, ResourceExhausted
+from harness_sdk.options import TlsOptions
 from harness_sdk.view.svg import STYLE
 from harness_sdk.web_origin import refused_because
 
@@ -68,6 +69,7 @@ async def watching(
     port: int = 0,
     max_episodes: int = 1000,
     token: str | None = None,
+    tls: TlsOptions | None = None,
 ) -> AsyncIterator[str]:
     """Serve the page of `run` while the block runs; yields its address.
 
@@ -80,6 +82,7 @@ async def watching(
         port: Port to bind; 0 takes a free one.
         max_episodes: Newest episodes kept.
         token: Bearer token of the replicas; None gives none.
+        tls: How the replicas are reached; None speaks plain text.
 
     Raises:
         ConfigError: The address cannot be bound, or there is no tokenizer.
@@ -100,7 +103,7 @@ async def watching(
             value=f"{host}:{port}",
             remedy="free the port, or choose another one; 0 takes a free one",
         ) from error
-    tasks = _follow(board, redis_url, mqtt_url, token)
+    tasks = _follow(board, redis_url, mqtt_url, token, tls)
     try:
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{runner.addresses[0][1]}/"
@@ -111,14 +114,18 @@ async def watching(
 
 
 def _follow(
-    board: Board, redis_url: str | None, mqtt_url: str | None, token: str | None
+    board: Board,
+    redis_url: str | None,
+    mqtt_url: str | None,
+    token: str | None,
+    tls: TlsOptions | None,
 ) -> list[asyncio.Task[None]]:
-    wanted: list[tuple[str, str, str, tuple[str | None, ...]]] = []
+    wanted: list[tuple[str, str, str, tuple[Any, ...]]] = []
     if redis_url:
         wanted.append((REDIS, redis_url, "follow_streams", (redis_url,)))
     if mqtt_url:
         wanted.append((BROKER, mqtt_url, "follow_bus", (mqtt_url,)))
-        wanted.append((REPLICAS, "", "follow_replicas", (token,)))
+        wanted.append((REPLICAS, "", "follow_replicas", (token, tls)))
     for name, url, _, _ in wanted:
         board.sources[name] = Source(name=name, address=control.masked_url(url))
     return [
@@ -127,7 +134,7 @@ def _follow(
     ]
 
 
-async def _keep(board: Board, name: str, follow: str, options: tuple[str | None, ...]) -> None:
+async def _keep(board: Board, name: str, follow: str, options: tuple[Any, ...]) -> None:
     # The clients of Redis and MQTT take longer to import than the page to listen.
     try:
         sources = await asyncio.to_thread(importlib.import_module, "harness_sdk.cli.watch.sources")

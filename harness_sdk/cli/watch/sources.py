@@ -23,6 +23,7 @@ from harness_sdk.cli.status import replica_status
 from harness_sdk.cli.watch.board import BROKER, MAX_STEPS, REDIS, REPLICAS, Board, Replica
 from harness_sdk.cli.watch.episodes import read_entry
 from harness_sdk.errors import ConfigError, HarnessError
+from harness_sdk.options import TlsOptions
 from rollout_service.bus import follow_bus_state
 from rollout_service.redis_state import stream_state
 
@@ -110,13 +111,13 @@ async def follow_bus(board: Board, url: str) -> None:
         board.touch()
 
 
-async def follow_replicas(board: Board, token: str | None) -> None:
+async def follow_replicas(board: Board, token: str | None, tls: TlsOptions | None = None) -> None:
     """Status of each live replica, while somebody looks at the page."""
     while True:
         await board.watched.wait()
         if board.bus is not None:
             known = [state for state in board.bus.replicas if state.alive]
-            shown = await asyncio.gather(*(replica_status(s.address, s, token) for s in known))
+            shown = await asyncio.gather(*(replica_status(s.address, s, token, tls) for s in known))
             at_s = time.monotonic()
             board.replicas = {
                 state.replica_id: _replica(board.replicas.get(state.replica_id), each, at_s)
