@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import os
 import sys
 import tempfile
 import traceback
@@ -49,8 +48,6 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, command: str, scratch: Path) -> None:
         self.scale: Scale = SCALES[args.device]
-        for variable, value in self.scale.environment.items():
-            os.environ.setdefault(variable, value)
         if args.samples:
             self.scale = dataclasses.replace(self.scale, num_samples=args.samples)
         if args.episodes:

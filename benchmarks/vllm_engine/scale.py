@@ -56,8 +56,6 @@ class Scale:
     """Arguments of `VllmEngine`."""
     vllm: dict[str, Any]
     """Arguments of vLLM itself, for this engine and for the plain one."""
-    environment: dict[str, str]
-    """What vLLM reads when it is imported, for both; what is set stays."""
     pool_bytes: dict[str, int]
     """KV pool of this engine and the plain one alike, and of the one for the admission."""
     admission_blocks: int
@@ -86,7 +84,6 @@ CPU = Scale(
     mount_tokens=2048,
     engine={"max_num_seqs": 16, "max_states": 128},
     vllm={"load_format": "dummy", "max_model_len": 10_240, "max_num_batched_tokens": 2048},
-    environment={},
     pool_bytes={"main": _GIB // 2, "admission": _GIB // 4},
     admission_blocks=400,
     load=Load(
@@ -118,15 +115,10 @@ CUDA = Scale(
         # No inductor: a cold start then takes one minute instead of three, for both engines.
         "compilation_config": {
             "mode": 0,
-            "cudagraph_mode": "FULL_AND_PIECEWISE",
-            "cudagraph_capture_sizes": [
-                *(1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
-                *(640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072),
-            ],
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256],
         },
     },
-    # Graphs for batches with prefills without compiling: launches alone would take them 65 ms.
-    environment={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
     pool_bytes={"main": 104 * _GIB, "admission": 18 * _GIB},
     admission_blocks=1100,
     load=Load(
