@@ -180,12 +180,18 @@ def inputs_of(operator: Operator, case: ScanCase, device: str, dtype: torch.dtyp
         return torch.rand(*shape, generator=generator)
 
     tensors = operator.inputs(case, normal, uniform)
-    leaves = {name: each.to(device, dtype).requires_grad_() for name, each in tensors.items()}
+    leaves = {name: _placed(each, device, dtype) for name, each in tensors.items()}
     if case.with_initial:
         roots = sum(parent < 0 for parent in case.tree.parents)
         states = normal(roots, case.heads, case.key_dim, case.value_dim)
-        leaves["initial_states"] = states.to(device).requires_grad_()
+        leaves["initial_states"] = _placed(states, device, torch.float32)
     return leaves
+
+
+def _placed(values: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A leaf of these values and strides in fresh memory."""
+    fresh = torch.empty(len(values) * values.stride(0), dtype=dtype, device=device)
+    return fresh.as_strided(values.shape, values.stride()).copy_(values).requires_grad_()
 
 
 def forward(
@@ -314,6 +320,7 @@ def _report(operator: Operator, cases: dict[str, ScanCase]) -> dict[str, object]
         seconds[name] = round(time.perf_counter() - begin, 2)
     return {
         "errors": errors,
+        "half_errors": errors_of(operator, CASES["heads"], "cpu", torch.float16),
         "seconds": seconds,
         "unrepeated": unrepeated(operator, CASES["star"], *exact),
         "changed_nodes": changed_nodes(operator, CASES["lengths"], *exact),

@@ -94,19 +94,36 @@ def random_case(
     return TreeCase(parents, lengths, mounts)
 
 
+_GUARD = 1024
+"""Elements on either side; a multiple of what kernels read at once."""
+
+
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Fresh memory from `torch.empty` and its kin is NaN, so that reading it shows."""
+    """Fresh memory from `torch.empty` and its kin is NaN and lies between NaN.
+
+    So reading what nobody wrote, or beyond a tensor, shows in results; writing beyond one fails
+    here.
+    """
+    guards: list[torch.Tensor] = []
+
+    def between_guards(fresh: torch.Tensor) -> torch.Tensor:
+        if fresh.is_meta or not fresh.is_floating_point() or not fresh.is_contiguous():
+            return fresh
+        wide = fresh.new_full((fresh.numel() + 2 * _GUARD,), float("nan"))
+        guards.extend((wide[:_GUARD], wide[-_GUARD:]))
+        return wide[_GUARD:-_GUARD].view(fresh.shape)
+
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             original = getattr(owner, name)
 
             def poisoned(*args: object, _original: object = original, **kwargs: object) -> object:
-                fresh = _original(*args, **kwargs)  # type: ignore[operator]
-                return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+                return between_guards(_original(*args, **kwargs))  # type: ignore[operator]
 
             patch.setattr(owner, name, poisoned)
         yield
+    assert all(bool(guard.isnan().all()) for guard in guards), "written outside of a tensor"
 
 
 def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -68,6 +68,7 @@ def cuda_plan() -> Plan:
             lambda: trees.overlapping(16, 20_480, 0.8, 320),
             flat="64K tokens",
         ),
+        _case("262K tokens that see 16K", lambda: trees.fork(31, 12_288, 8060, 806), repeats=1),
         _comb("262K tokens", 262_144, 8, repeats=1),
         # Half the memory goes to keys, values and their gradients, the rest allows such a piece.
         _octopus("512K tokens in pieces of 6K", 524_288, max_piece_tokens=6144, repeats=0),

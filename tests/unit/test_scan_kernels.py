@@ -44,6 +44,12 @@ def test_kernels_equal_naive(report: dict[str, Any], operator: str, name: str) -
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+def test_kernels_for_16_bits_are_as_near(report: dict[str, Any], operator: str) -> None:
+    errors = report[operator]["half_errors"]
+    assert {tensor: error for tensor, error in errors.items() if not error <= 5e-3} == {}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_two_runs_give_the_same_bits(report: dict[str, Any], operator: str) -> None:
     assert report[operator]["unrepeated"] == []
 

@@ -22,8 +22,9 @@ MAX_KEY_DIM = 128
 """A program holds all rows of a state; 256 would take more shared memory than an H200 has."""
 
 GPU_HEADS = ((128, 64), (128, 128))
-"""Key and value dimensions that have run right on a GPU. Tests of 12 by 20 ended there with a read
-of foreign memory, which no self-test survives: other heads are left to PyTorch."""
+"""Key and value dimensions that have run right on a GPU. For some others ptxas 12.8, which comes with
+Triton 3.6, loses the address of an operand in shared memory: 12 by 20 reads outside of it, which no
+self-test survives, 16 by 32 and 128 by 20 are wrong. So others are left to PyTorch."""
 
 
 def default_block_t(dtype: torch.dtype) -> int:
@@ -389,11 +390,7 @@ _FAST = {
     "dqk": (64, 8, 2),
     "system": (64, 4, 2),
 }
-"""Kernel -> BLOCK_V, warps, stages, of 16-bit values.
-
-A product whose result another product takes has all warps along its rows, 16 rows a warp: warps
-above 64 rows would read behind the left operand in shared memory, which Triton 3.6 lets them.
-"""
+"""Kernel -> BLOCK_V, warps, stages, of 16-bit values."""
 _EXACT = {name: (32, 8 if name in ("dqk", "system") else 4, 1) for name in _FAST}
 """The same of float32: more than one stage would not fit in shared memory."""
 
