@@ -22,9 +22,9 @@ MAX_KEY_DIM = 128
 """A program holds all rows of a state; 256 would take more shared memory than an H200 has."""
 
 GPU_HEADS = ((128, 64), (128, 128))
-"""Key and value dimensions that have run right on a GPU. For some others ptxas 12.8, which comes with
-Triton 3.6, loses the address of an operand in shared memory: 12 by 20 reads outside of it, which no
-self-test survives, 16 by 32 and 128 by 20 are wrong. So others are left to PyTorch."""
+"""Key and value dimensions that have run right on a GPU. For some others ptxas 12.8, of Triton 3.6,
+loses the address of an operand in shared memory: 12 by 20 reads outside of it, which no self-test
+survives, 16 by 32 and 128 by 20 are wrong. So others are left to PyTorch."""
 
 
 def default_block_t(dtype: torch.dtype) -> int:
