@@ -7,10 +7,9 @@ import contextlib
 import json
 import random
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from benchmarks.learning.world import LIMITS, VaultTask, draw_tasks, score
 from harness_sdk.cli.demo.config import MODEL
 from harness_sdk.cli.processes import spawn, stop
 from harness_sdk.cli.settings import render_toml
-from harness_sdk.cli.stack import LocalStack, trainer_settings
+from harness_sdk.cli.stack import LocalStack
 from harness_sdk.cli.stack_config import StackConfig
+from harness_sdk.cli.stack_layout import trainer_plan
 from harness_sdk.client import OctopusClient
 from harness_sdk.permits import redis_permits
 from harness_sdk.runner import EpisodeOutcome, GroupOutcome, Runner, RunOptions
@@ -147,7 +147,7 @@ class _Study:
         plan = self._plan
         rng = random.Random(plan.seed)
         drawn = draw_tasks(_WARM_UP_SEED + plan.seed)
-        async with self._trainer(_warmup_settings(plan)):
+        async with self._trainer(warmup_settings(plan)):
             for _ in range(plan.warmup_steps):
                 async with asyncio.TaskGroup() as tasks:
                     for task in islice(drawn, plan.demonstrations_per_step):
@@ -166,7 +166,7 @@ class _Study:
             runner = Runner([self._client], agent, options, permits=permits, on_group=curve.take)
             playing = asyncio.create_task(runner.run())
             try:
-                async with self._trainer(_online_settings(plan)):
+                async with self._trainer(online_settings(plan)):
                     pass
             finally:
                 playing.cancel()
@@ -198,10 +198,12 @@ class _Study:
 
     async def _spawn_longest_path(self, settings: dict[str, Any]) -> asyncio.subprocess.Process:
         path = self._config.run_folder / "longest_path.toml"
-        text = render_toml(trainer_settings(self._config, settings))
-        await asyncio.to_thread(path.write_text, text, "utf-8")
+        plan = replace(
+            trainer_plan(self._config, settings), module="benchmarks.learning.longest_path"
+        )
+        await asyncio.to_thread(path.write_text, render_toml(plan.settings), "utf-8")
         process = await spawn(
-            [sys.executable, "-m", "benchmarks.learning.longest_path", "--config", str(path)],
+            plan.argv(path),
             log_path=self._stack.log_path("trainer"),
             environment={
                 "OCTOPUS_REDIS_URL": self._stack.redis_url,
@@ -213,7 +215,8 @@ class _Study:
         return process
 
 
-def _warmup_settings(plan: Plan) -> dict[str, Any]:
+def warmup_settings(plan: Plan) -> dict[str, Any]:
+    """Of the trainer that imitates the scripts."""
     return {
         "objective": "sft",
         "max_steps": plan.warmup_steps,
@@ -223,7 +226,8 @@ def _warmup_settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _online_settings(plan: Plan) -> dict[str, Any]:
+def online_settings(plan: Plan) -> dict[str, Any]:
+    """Of the trainer that goes on from there with rewards."""
     variant = VARIANTS[plan.variant]
     return {
         "objective": "path_average" if variant.longest_path else "dag_grpo",

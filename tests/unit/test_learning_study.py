@@ -12,11 +12,14 @@ import torch
 
 from benchmarks.learning.longest_path import path_weights
 from benchmarks.learning.report import write_report
+from benchmarks.learning.study import Plan, online_settings, warmup_settings
 from benchmarks.learning.teacher import Script, play
 from benchmarks.learning.variants import VARIANTS, Variant
 from benchmarks.learning.world import LIMITS, VaultTask, World, draw_tasks, score
 from benchmarks.pretrain_demo.dry_episodes import DryService
 from harness_sdk.cli.demo.config import MODEL
+from harness_sdk.cli.stack_config import StackConfig
+from harness_sdk.cli.stack_layout import trainer_plan
 from harness_sdk.record import EpisodeRecord
 from trainer_service.dag import pack_episodes
 
@@ -126,6 +129,14 @@ async def test_a_copy_holds_the_surviving_pages_of_the_steps(
     world.rewound("a")
     assert await world.look("a") == task.shelf
     assert world.copy("a", (1, 2)) == task.shelf
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_trainer_takes_each_variants_settings(tmp_path: Path, name: str) -> None:
+    plan = Plan(variant=name, seed=1)
+    stack = StackConfig(model=MODEL, folder=tmp_path)
+    for settings in (warmup_settings(plan), online_settings(plan)):
+        trainer_plan(stack, settings)
 
 
 def test_report_averages_steps_and_draws_them(
