@@ -26,6 +26,7 @@ def exposed(
     host: str,
     port: int,
     labels: Mapping[str, str],
+    counters: Mapping[str, str] | None = None,
 ) -> Generator[str]:
     """Serve what `read` returns until the block ends.
 
@@ -35,6 +36,8 @@ def exposed(
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
         labels: Beside each value, as the run.
+        counters: Prefix of names -> label. Names that begin so are one counter, the rest of each
+            its label's value; every other figure is a gauge.
 
     Yields:
         `host:port` that is bound.
@@ -54,7 +57,22 @@ def exposed(
 
     class Figures:
         def collect(self) -> Iterator[Any]:
-            for name, value in sorted(read().items()):
+            figures = dict(sorted(read().items()))
+            for prefix, label in (counters or {}).items():
+                counted = {
+                    name: figures.pop(name) for name in [*figures] if name.startswith(prefix)
+                }
+                name = prefix.rstrip("_/")
+                family = core.CounterMetricFamily(
+                    metric_name(service, name),
+                    f"{name} of the {service}, by {label}",
+                    labels=[*labels, label],
+                )
+                for name in counted:
+                    value_of_label = name.removeprefix(prefix)
+                    family.add_metric([*labels.values(), value_of_label], figures.pop(name))
+                yield family
+            for name, value in figures.items():
                 family = core.GaugeMetricFamily(
                     metric_name(service, name), f"{name} of the {service}", labels=list(labels)
                 )

@@ -16,6 +16,8 @@ _STATE = (
     "tokens_resident", "tokens_capacity", "kv_use", "uptime_s",
 )  # fmt: skip
 
+_COUNTERS = {"tokens/recomputed_": "cause"}
+
 
 def figures(sessions: Sessions) -> dict[str, float]:
     """What `Status` tells, by name; the newest policy version among it."""
@@ -42,5 +44,7 @@ def exposed_sessions(sessions: Sessions, *, host: str, port: int) -> Iterator[st
         return asyncio.run_coroutine_threadsafe(on_the_loop(), loop).result(_READ_S)
 
     labels = {"run": sessions.options.run, "replica": sessions.options.replica_id}
-    with exposed("rollout", read, host=host, port=port, labels=labels) as address:
+    with exposed(
+        "rollout", read, host=host, port=port, labels=labels, counters=_COUNTERS
+    ) as address:
         yield address

@@ -46,6 +46,19 @@ def test_prometheus_reads_the_newest_of_every_figure(tmp_path: Path) -> None:
         _scraped(address)
 
 
+def test_figures_by_cause_are_one_counter() -> None:
+    read = {"tokens/recomputed_eviction": 7.0, "tokens/recomputed_refresh": 0.0, "kv_use": 0.5}
+    counters = {"tokens/recomputed_": "cause"}
+    with exposed(
+        "rollout", lambda: read, host="127.0.0.1", port=0, labels={"run": "r"}, counters=counters
+    ) as address:
+        assert _scraped(address) == [
+            'octopus_rollout_tokens_recomputed_total{cause="eviction",run="r"} 7.0',
+            'octopus_rollout_tokens_recomputed_total{cause="refresh",run="r"} 0.0',
+            'octopus_rollout_kv_use{run="r"} 0.5',
+        ]
+
+
 def test_address_that_is_taken_is_refused() -> None:
     with exposed("trainer", dict, host="127.0.0.1", port=0, labels={}) as address:
         port = int(address.rpartition(":")[2])
