@@ -211,10 +211,12 @@ class OctopusClient:
 
 
 def _release() -> str:
-    try:
-        return metadata.version("octopus-agents")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    for distribution in ("octopus-agents", "octopus-agents-sdk"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 def _not_connected() -> ClientClosed:

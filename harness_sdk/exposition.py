@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from harness_sdk.errors import ConfigError
@@ -56,7 +56,7 @@ def exposed(
         ) from error
 
     class Figures:
-        def collect(self) -> Iterator[Any]:
+        def collect(self) -> Generator[Any]:
             figures = dict(sorted(read().items()))
             for prefix, label in (counters or {}).items():
                 counted = {

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from harness_sdk.cli.environment import refuse_secrets
 from harness_sdk.cli.logs import FORMS, set_up_logging
+from harness_sdk.cli.missing import missing_package
 from harness_sdk.cli.option_file import parse_command
 from harness_sdk.cli.traces import set_up_tracing
 from harness_sdk.errors import HarnessError
@@ -50,19 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Libraries' progress bars are for terminals; a bar whose pipe has closed never lets go of
         # tqdm's lock, and the process never ends.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    command = importlib.import_module(f"harness_sdk.cli.{args.command}")
-    sub = argparse.ArgumentParser(
-        prog=f"octopus {args.command}", description=_sentence(COMMANDS[args.command])
-    )
     words = rest + arguments[1:]
     set_up_logging(_log_form(words))
     try:
         refuse_secrets(arguments)
-        command.add_arguments(sub)
-        add_log_format(sub)
-        parsed = parse_command(sub, words)
-        set_up_tracing(args.command)
-        return command.run(parsed)
+        return _run(args.command, words)
     except HarnessError as error:
         sys.stderr.write(f"octopus {args.command}: {printable(str(error))}\n")
         return 1
@@ -76,6 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    sub = argparse.ArgumentParser(prog=f"octopus {name}", description=_sentence(COMMANDS[name]))
+    try:
+        command = importlib.import_module(f"harness_sdk.cli.{name}")
+        command.add_arguments(sub)
+        add_log_format(sub)
+        parsed = parse_command(sub, words)
+        set_up_tracing(name)
+        return command.run(parsed)
+    except ModuleNotFoundError as error:
+        missing = missing_package(name, error)
+        if missing is None:
+            raise
+        raise missing from error
 
 
 def add_log_format(parser: argparse.ArgumentParser) -> None:

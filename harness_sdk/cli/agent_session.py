@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ def configured_agent(folder: Path, config: AgentConfig) -> Agent:
 
 
 @contextlib.asynccontextmanager
-async def reached(addresses: Sequence[str], config: AgentConfig) -> AsyncIterator[Replicas]:
+async def reached(addresses: Sequence[str], config: AgentConfig) -> AsyncGenerator[Replicas]:
     """The replicas at `addresses`; without any, those that the control bus tells of.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from harness_sdk.client import OctopusClient
 from harness_sdk.errors import ConfigError, Unavailable
@@ -19,7 +19,7 @@ _PAUSE_S = 1.0
 @contextlib.asynccontextmanager
 async def discovered(
     url: str, run: str, connect: Callable[[str], OctopusClient]
-) -> AsyncIterator[Replicas]:
+) -> AsyncGenerator[Replicas]:
     """Replicas that say on the bus that they serve `run`; the first has answered.
 
     One that joins later is used, one that says goodbye, or whose last will says so, is not given

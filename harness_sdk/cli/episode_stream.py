@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from harness_sdk import control
@@ -41,7 +41,7 @@ class EpisodeStream:
 
 
 @contextlib.contextmanager
-def reading(url: str, run: str) -> Iterator[EpisodeStream]:
+def reading(url: str, run: str) -> Generator[EpisodeStream]:
     """The stream of `run` at `url`.
 
     Raises:
@@ -57,7 +57,7 @@ def reading(url: str, run: str) -> Iterator[EpisodeStream]:
             remedy="pip install 'octopus-agents[rollout]'",
         ) from error
     try:
-        client = redis.Redis.from_url(url)
+        client: Any = redis.Redis.from_url(url)  # pyright: ignore[reportUnknownMemberType]
     except ValueError as error:
         raise ConfigError(
             "not a Redis address", value=control.masked_url(url), limit="redis://HOST:PORT"

@@ -21,6 +21,7 @@ from harness_sdk.cli.settings import (
     unknown_key,
 )
 from harness_sdk.errors import ConfigError
+from harness_sdk.json_values import is_array
 
 _OWN = ("help", "config", "dry_run", "log_format")
 _KINDS: dict[Any, tuple[str, type | tuple[type, ...]]] = {
@@ -103,7 +104,7 @@ def _checked(action: argparse.Action, value: Any) -> Any:
     kind, types = _KINDS[action.type]
     if not _is_list(action):
         return _scalar(action, value, kind, types)
-    if not isinstance(value, list):
+    if not is_array(value):
         raise _wrong(action.dest, value, f"an array, each item {kind}")
     return [_scalar(action, item, kind, types) for item in value]
 
@@ -116,7 +117,8 @@ def _scalar(action: argparse.Action, value: Any, kind: str, types: type | tuple[
 
 
 def _is_list(action: argparse.Action) -> bool:
-    return action.nargs == "+" or isinstance(action, argparse._AppendAction)
+    # Its class has no public name.
+    return action.nargs == "+" or type(action).__name__ == "_AppendAction"
 
 
 def _wrong(key: str, value: Any, limit: str) -> ConfigError:
@@ -129,6 +131,6 @@ def _wrong(key: str, value: Any, limit: str) -> ConfigError:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list):
+    if is_array(value):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

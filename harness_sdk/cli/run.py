@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ async def _run(config: RunConfig, agent: Agent) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _services(config: RunConfig) -> AsyncIterator[_Services]:
+async def _services(config: RunConfig) -> AsyncGenerator[_Services]:
     """The services that were named, or all of them on this machine for `--model`."""
     if config.model is None:
         yield _Services(addresses=config.address, redis_url=config.redis_url)
@@ -147,7 +147,7 @@ def _trainer_for_groups(config: RunConfig) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _permits(
     services: _Services, config: RunConfig, service_run: str
-) -> AsyncIterator[Permits]:
+) -> AsyncGenerator[Permits]:
     if services.redis_url is None:
         yield NoPermits()
         return

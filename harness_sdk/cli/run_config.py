@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -74,10 +75,12 @@ class AgentConfig(Section):
     @field_validator("primitives", mode="before")
     @classmethod
     def _split_primitives(cls, value: Any) -> Any:
-        if value == "agent" or not isinstance(value, str | list | tuple):
+        if value == "agent" or not isinstance(value, (str, list, tuple)):
             return value
-        names = value.split(",") if isinstance(value, str) else list(value)
-        names = [] if names == ["none"] else names
+        listed = cast("Sequence[Any]", value)
+        names = listed.split(",") if isinstance(listed, str) else list(listed)
+        if names == ["none"]:
+            return ()
         for name in names:
             if name not in PRIMITIVES:
                 raise ConfigError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from harness_sdk.cli.environment import ENVIRONMENT, SECRET_KEY, variable
 from harness_sdk.control import MASK, masked_url
 from harness_sdk.errors import ConfigError
+from harness_sdk.json_values import is_array, is_object
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -69,7 +70,7 @@ def json_object(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no JSON: {error}") from error
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise argparse.ArgumentTypeError(f'{text[:80]!r} is no JSON object, as {{"a": 1}}')
     return value
 
@@ -212,7 +213,7 @@ def _flag_value(model_class: type[BaseModel], key: str, text: str) -> Any:
 def _assign(data: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     for part in parts[:-1]:
         child = data.setdefault(part, {})
-        if not isinstance(child, dict):
+        if not is_object(child):
             raise ConfigError(
                 f"{'.'.join(parts)} goes through {part}, which is no section",
                 value=child,
@@ -241,7 +242,7 @@ def _leaves(model_class: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 def _env_name(field: FieldInfo) -> str:
     extra = field.json_schema_extra
-    name = str(extra.get("env", "")) if isinstance(extra, dict) else ""
+    name = str(extra.get("env", "")) if is_object(extra) else ""
     assert not name or name in ENVIRONMENT, f"{name} is no address or secret we read"
     return name
 
@@ -252,7 +253,7 @@ def _check_keys(model_class: type[BaseModel], data: Mapping[str, Any], at: tuple
         if name not in fields:
             raise unknown_key(list(fields), (*at, name), value)
         section = _section(fields[name])
-        if section is not None and isinstance(value, dict):
+        if section is not None and is_object(value):
             _check_keys(section, value, (*at, name))
 
 
@@ -295,18 +296,18 @@ def shown(key: str, value: Any) -> str:
 
 
 def _masked(value: Any) -> Any:
-    if isinstance(value, dict):
+    if is_object(value):
         return {
             key: MASK if item and SECRET_KEY.search(key) else _masked(item)
             for key, item in value.items()
         }
-    if isinstance(value, list):
+    if is_array(value):
         return [_masked(item) for item in value]
     return masked_url(value) if isinstance(value, str) else value
 
 
 def _toml_lines(data: Mapping[str, Any], at: tuple[str, ...]) -> Iterator[str]:
-    tables = {key: value for key, value in data.items() if isinstance(value, dict)}
+    tables = {key: value for key, value in data.items() if is_object(value)}
     if at and len(tables) < len(data):
         yield f"\n[{'.'.join(map(_toml_key, at))}]"
     for key, value in data.items():
@@ -323,9 +324,9 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, list):
+    if is_array(value):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
+    if is_object(value):
         pairs = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, float):
@@ -336,7 +337,7 @@ def _toml_value(value: Any) -> str:
 
 def _reference(model_class: type[BaseModel]) -> Iterator[str]:
     for key, field in _leaves(model_class):
-        notes = []
+        notes: list[str] = []
         if field.is_required():
             notes.append("required")
         elif field.default_factory is None:

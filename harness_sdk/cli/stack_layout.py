@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness_sdk.cli.settings import validate_config
 from harness_sdk.errors import ConfigError
+from harness_sdk.json_values import is_object, within
 
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig
@@ -141,7 +142,7 @@ def _check_shared(config: StackConfig) -> None:
             remedy="remove it: replicas are called replica-0 and so on",
         )
     for section, key in _PORTS:
-        port = (config.rollout.get(section) or {}).get(key)
+        port = within(config.rollout, section).get(key)
         if str(port) not in ("None", "0"):
             raise ConfigError(
                 f"rollout.{section}.{key} does not go with replicas {config.replicas}",
@@ -189,7 +190,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
+        if is_object(value) and is_object(below):
             value = _merged(below, value)
         merged[key] = value
     return merged

@@ -12,6 +12,7 @@ from typing import Any
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments, json_object
 from harness_sdk.errors import ConfigError
+from harness_sdk.json_values import is_object
 
 _DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -110,6 +111,6 @@ def _fields(
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, dict):
+    if is_object(value):
         return "{case}, character {at}: {expected!r} becomes {found!r}".format(**value)
     return "-" if value is None else str(value) if value.isprintable() and value else repr(value)

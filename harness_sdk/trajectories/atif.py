@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from harness_sdk.json_values import is_object, within
 from harness_sdk.trajectories.runs import Run, RunMessage, tool_call_text
 
 
 def matches(value: Any) -> bool:
     """Whether `value` is an ATIF document."""
-    return isinstance(value, dict) and str(value.get("schema_version", "")).startswith("ATIF")
+    return is_object(value) and str(value.get("schema_version", "")).startswith("ATIF")
 
 
 def read(value: Any, place: str) -> list[Run]:
@@ -33,7 +34,7 @@ def read(value: Any, place: str) -> list[Run]:
         contexts[-1] += messages
         if len(contexts) == 1 and all(m.role != "assistant" for m in contexts[0]):
             prompt += messages
-    extra = (value.get("agent") or {}).get("extra") or {}
+    extra = within(value, "agent", "extra")
     return [
         Run(
             run_id=place if number == 1 else f"{place}#{number}",
@@ -82,4 +83,4 @@ def _messages(step: dict[str, Any]) -> list[RunMessage]:
 
 
 def _results(step: dict[str, Any]) -> list[dict[str, Any]]:
-    return (step.get("observation") or {}).get("results") or []
+    return within(step, "observation").get("results") or []

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from harness_sdk.json_values import is_array, is_object, within
 from harness_sdk.trajectories.runs import Run, RunMessage, task_key, tool_call_text, tool_reply
 
 
 def matches_swe_agent(value: Any) -> bool:
     """Whether `value` is an SWE-agent trajectory."""
-    return isinstance(value, dict) and isinstance(value.get("history"), list)
+    return is_object(value) and is_array(value.get("history"))
 
 
 def read_swe_agent(value: Any, place: str) -> Run:
     """The trajectory's message history as a run."""
     messages = _messages(value["history"])
-    info = value.get("info") or {}
+    info = within(value, "info")
     return Run(
         run_id=place,
         task_id=_task(messages),
@@ -28,17 +29,17 @@ def read_swe_agent(value: Any, place: str) -> Run:
 
 def matches_chat(value: Any) -> bool:
     """Whether `value` is a list of messages, or an object that holds one as `messages`."""
-    messages = value.get("messages") if isinstance(value, dict) else value
+    messages = value.get("messages") if is_object(value) else value
     return (
-        isinstance(messages, list)
+        is_array(messages)
         and len(messages) > 0
-        and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+        and all(is_object(m) and "role" in m and "content" in m for m in messages)
     )
 
 
 def read_chat(value: Any, place: str) -> Run:
     """The messages as a run; a `reward` beside them is kept."""
-    whole: dict[str, Any] = value if isinstance(value, dict) else {"messages": value}
+    whole: dict[str, Any] = value if is_object(value) else {"messages": value}
     messages = _messages(whole["messages"])
     reward = whole.get("reward")
     return Run(

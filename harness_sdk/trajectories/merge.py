@@ -25,9 +25,11 @@ class TreeNode:
     """Model turn of the path that brought the node."""
     path: int
     """Index, in the tree's paths, of the path that brought the node."""
-    children: dict[tuple[int, Flag], TreeNode] = field(default_factory=dict)
+    children: dict[tuple[int, Flag], TreeNode] = field(
+        default_factory=dict[tuple[int, Flag], "TreeNode"]
+    )
     """By first token and its flag."""
-    ends: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list[int])
     """Indices of the paths that end with this node."""
 
 

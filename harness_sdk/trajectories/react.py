@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness_sdk.json_values import is_array, is_object
 from harness_sdk.trajectories.runs import Run, RunMessage
 
 _SYSTEM = (
@@ -20,7 +21,7 @@ _OUTCOMES = {
 
 def matches(value: Any) -> bool:
     """Whether `value` is one run of a ReAct log."""
-    return isinstance(value, dict) and isinstance(value.get("steps"), list) and "question" in value
+    return is_object(value) and is_array(value.get("steps")) and "question" in value
 
 
 def read(value: Any, place: str) -> Run:

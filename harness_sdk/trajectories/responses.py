@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from harness_sdk.json_values import is_array, is_object, within
 from harness_sdk.trajectories.runs import (
     RecordedTurn,
     Run,
@@ -20,16 +21,16 @@ from harness_sdk.trajectories.runs import (
 def matches(value: Any) -> bool:
     """Whether `value` is a rollout: request parameters and a response."""
     return (
-        isinstance(value, dict)
-        and isinstance(value.get("responses_create_params"), dict)
-        and isinstance(value.get("response"), dict)
+        is_object(value)
+        and is_object(value.get("responses_create_params"))
+        and is_object(value.get("response"))
     )
 
 
 def read(value: Any, place: str) -> Run:
     """The rollout as a run."""
     params, items = value["responses_create_params"], value["response"]["output"]
-    metadata = params.get("metadata") or {}
+    metadata = within(params, "metadata")
     prompt = _prompt(value, params, metadata)
     reward = value.get("reward")
     messages = prompt + _messages(items)
@@ -50,9 +51,9 @@ def read(value: Any, place: str) -> Run:
 def matches_ids(value: Any) -> bool:
     """Whether `value` is a response with token ids, beside its chat form."""
     return (
-        isinstance(value, dict)
-        and isinstance(value.get("input"), dict)
-        and isinstance(value["input"].get("output"), list)
+        is_object(value)
+        and is_object(value.get("input"))
+        and is_array(value["input"].get("output"))
         and "expected_output" in value
     )
 
@@ -80,13 +81,16 @@ def _prompt(
     Harnesses that hold the prompt themselves leave `input` empty: then the issue is in the
     metadata and the system prompt in the agent's configuration.
     """
-    given = params.get("input") or []
+    given: Any = params.get("input") or []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    harness = (value.get("instance_config") or {}).get("agent_kwargs") or {}
-    system = [params.get("instructions") or (harness.get("system_prompt") if not given else "")]
+    harness = within(value, "instance_config", "agent_kwargs")
+    system: list[Any] = [
+        params.get("instructions") or (harness.get("system_prompt") if not given else "")
+    ]
     system += [_text(item["content"]) for item in given if item["role"] in ("system", "developer")]
-    schemas = [json.dumps(tool, sort_keys=True) for tool in params.get("tools") or []]
+    tools: list[Any] = params.get("tools") or []
+    schemas = [json.dumps(tool, sort_keys=True) for tool in tools]
     if schemas:
         system.append(tools_text(schemas))
     messages = [

@@ -102,8 +102,8 @@ class Layout:
 class _Rows:
     """Rows of one lane: where each ends, and which row each node is in."""
 
-    ends: list[float] = field(default_factory=list)
-    of_node: dict[int, int] = field(default_factory=dict)
+    ends: list[float] = field(default_factory=list[float])
+    of_node: dict[int, int] = field(default_factory=dict[int, int])
 
 
 def lay_out(record: EpisodeRecord) -> Layout:
@@ -149,7 +149,7 @@ def new_mounts(record: EpisodeRecord) -> dict[int, tuple[MountSpan, ...]]:
     found: dict[int, tuple[MountSpan, ...]] = {}
     for node in record.nodes:
         parent = nodes.get(node.parent)
-        seen = set(parent.mounts) if parent is not None else set()
+        seen = parent.mounts if parent is not None else ()
         found[node.node_id] = tuple(
             mount for mount in node.mounts if mount not in seen and mount.node_id in nodes
         )

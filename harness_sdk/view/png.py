@@ -44,7 +44,7 @@ def episode_png(record: EpisodeRecord, path: Path) -> None:
         ) from error
     layout = lay_out(record)
     height = layout.height + _HEADER + _LEGEND
-    figure = Figure(figsize=(layout.width / _DPI, height / _DPI), facecolor="white")
+    figure: Any = Figure(figsize=(layout.width / _DPI, height / _DPI), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, layout.width)
     axes.set_ylim(layout.height + _LEGEND, -_HEADER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from harness_sdk._cancellation import cancellable, end
@@ -27,15 +27,15 @@ class Gallery:
         self._last: deque[EpisodeRecord] = deque(maxlen=_KEPT)
 
     @contextlib.asynccontextmanager
-    async def collect(self, redis_url: str, run: str) -> AsyncIterator[None]:
+    async def collect(self, redis_url: str, run: str) -> AsyncGenerator[None]:
         """Watch the stream of `run` while the block runs, without taking anything from it.
 
         Everything sent after the block was entered is seen.
         """
-        import redis.asyncio
+        from rollout_service.redis_client import redis_client
 
         key = episodes_key(run)
-        async with redis.asyncio.Redis.from_url(redis_url) as client:
+        async with redis_client(redis_url) as client:
             newest: Any = await client.xrevrange(key, count=1)
             last = newest[0][0] if newest else b"0"
             task = asyncio.create_task(self._read(client, key, last))

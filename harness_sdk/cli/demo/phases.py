@@ -7,9 +7,10 @@ import contextlib
 import random
 import secrets
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 from pydantic import SecretStr
 
@@ -108,7 +109,7 @@ async def _learn(
 
 
 @contextlib.asynccontextmanager
-async def _supervised(stack: LocalStack) -> AsyncIterator[None]:
+async def _supervised(stack: LocalStack) -> AsyncGenerator[None]:
     """Fail the block with the service that fails."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -152,4 +153,6 @@ def _clear(folder: Path) -> None:
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first failure of a group, however deep it lies."""
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(error, BaseExceptionGroup):
+        return _first(cast("BaseExceptionGroup[BaseException]", error))
+    return error

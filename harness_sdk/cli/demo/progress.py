@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Progress:
         sys.stdout.flush()
 
     @contextlib.asynccontextmanager
-    async def following(self, run_folder: Path) -> AsyncIterator[None]:
+    async def following(self, run_folder: Path) -> AsyncGenerator[None]:
         """Show the steps that the trainer makes while the block runs."""
         path = run_folder / METRICS_FILE
         task = asyncio.create_task(self._follow(path))

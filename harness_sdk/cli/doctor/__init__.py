@@ -61,9 +61,10 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
     for port in args.port or [7040]:
         yield machine.check_port(port)
     yield from machine.check_gpus(args.model)
-    yield from servers.check_redis(args.redis_url)
-    yield servers.check_broker(args.mqtt_url)
-    yield servers.check_clock(args.redis_url)
+    if not packages.is_sdk_alone():
+        yield from servers.check_redis(args.redis_url)
+        yield servers.check_broker(args.mqtt_url)
+        yield servers.check_clock(args.redis_url)
     if args.model is not None:
         yield from model.check_model(args.model)
     if args.adapter is not None:

@@ -28,12 +28,13 @@ def check_model(folder: Path) -> Iterator[Check]:
             remedy="give a Hugging Face checkpoint's folder",
         )  # fmt: skip
         return
-    from transformers import AutoConfig
+    import transformers
 
     from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
 
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        auto: Any = transformers.AutoConfig
+        config = auto.from_pretrained(folder, local_files_only=True)
         yield Check(name="model", level="ok", text=f"{config.model_type} in {folder}")
         yield _training(config.get_text_config())
     except (OSError, ValueError) as error:

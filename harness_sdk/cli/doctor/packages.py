@@ -29,14 +29,18 @@ def check_packages() -> Iterator[Check]:
             remedy=f"pip uninstall {SDK}, then pip install --force-reinstall --no-deps {WHOLE}",
         )  # fmt: skip
     requirements = _requirements(ours[0]) if ours else {}
-    sdk_alone = ours == [SDK]
-    for name in _OF_SDK if sdk_alone else (*_OF_SDK, *_OF_SERVICES):
+    for name in _OF_SDK if is_sdk_alone() else (*_OF_SDK, *_OF_SERVICES):
         yield _package(name, requirements.get(name, name))
-    if sdk_alone:
+    if is_sdk_alone():
         return
     if util.find_spec("torchvision") is not None:
         yield _torchvision()
     yield check_vllm()
+
+
+def is_sdk_alone() -> bool:
+    """Whether the services are not installed here, and nothing that they need is missing."""
+    return util.find_spec("rollout_service") is None
 
 
 def check_vllm() -> Check:

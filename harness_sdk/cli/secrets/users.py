@@ -66,7 +66,7 @@ def mosquitto_acl(run: str) -> str:
     Args:
         run: Run whose topics are reached; `+` is every run's.
     """
-    lines = []
+    lines: list[str] = []
     for name, topics in BROKER_TOPICS.items():
         lines += [f"user {name}", *(f"topic {topic.format(run=run)}" for topic in topics), ""]
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.asynccontextmanager
-async def page_beside(config: StackConfig, stack: LocalStack) -> AsyncIterator[str]:
+async def page_beside(config: StackConfig, stack: LocalStack) -> AsyncGenerator[str]:
     """The page of `stack`, which has started; yields its address, nothing for `page_port` None."""
     if config.page_port is None:
         yield ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,13 @@ class Board:
 
     run: str
     episodes: Episodes
-    sources: dict[str, Source] = field(default_factory=dict)
-    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    sources: dict[str, Source] = field(default_factory=dict[str, "Source"])
+    steps: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
     """Lines of the trainer's metrics, step numbers rising."""
     bus: BusState | None = None
-    replicas: dict[str, Replica] = field(default_factory=dict)
+    replicas: dict[str, Replica] = field(default_factory=dict[str, "Replica"])
     """By id, once asked."""
-    permits: Mapping[str, int] = field(default_factory=dict)
+    permits: Mapping[str, int] = field(default_factory=dict[str, int])
     """`granted`, `taken`, `group_size`, `refills`, as far as the trainer has said so."""
     stream: StreamState | None = None
     num_watchers: int = 0
@@ -110,7 +110,7 @@ class Board:
         self.touch()
 
     @contextlib.contextmanager
-    def open_page(self) -> Iterator[None]:
+    def open_page(self) -> Generator[None]:
         """A page is open while the block runs."""
         self.num_watchers += 1
         self.watched.set()

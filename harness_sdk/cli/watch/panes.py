@@ -123,7 +123,7 @@ def group_rows(rows: Sequence[EpisodeRow]) -> list[Row]:
     for row in rows:
         if row.group_id:
             groups.setdefault(row.group_id, []).append(row)
-    shown = []
+    shown: list[Row] = []
     for group_id, episodes in list(groups.items())[:MAX_GROUPS]:
         rewards = [row.reward for row in episodes if row.reward is not None]
         versions = sorted({version for row in episodes for version in row.versions})
@@ -142,7 +142,7 @@ def group_rows(rows: Sequence[EpisodeRow]) -> list[Row]:
 def replica_rows(board: Board) -> list[Row]:
     """Cells of `REPLICA_COLUMNS`, in the order of their ids."""
     states = board.bus.replicas if board.bus is not None else ()
-    shown = []
+    shown: list[Row] = []
     for state in states:
         replica = board.replicas.get(state.replica_id) if state.alive else None
         status = replica.shown["status"] if replica is not None else None
@@ -174,7 +174,7 @@ def step_rows(board: Board) -> list[Row]:
 
 def curves(board: Board) -> list[dict[str, str]]:
     """Name, value of the newest step and SVG of each curve; steps without a figure are left out."""
-    shown = []
+    shown: list[dict[str, str]] = []
     for name, key in _CURVES:
         points = [
             (int(step["step"]), float(step[key]))

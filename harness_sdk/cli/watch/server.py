@@ -11,7 +11,7 @@ import functools
 import importlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ async def watching(
     max_episodes: int = 1000,
     token: str | None = None,
     tls: TlsOptions | None = None,
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """Serve the page of `run` while the block runs; yields its address.
 
     Args:

@@ -63,7 +63,7 @@ def redis_client(url: str) -> Any:
         ConfigError: `url` is no address.
     """
     try:
-        return redis.asyncio.Redis.from_url(
+        return redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
             url,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
