@@ -19,7 +19,7 @@ from tests.scan_cases import (
     unrepeated,
 )
 from tests.tree_cases import poisoned_empty
-from tree_kernels.chain_scan import default_block_t
+from tree_kernels.chain_scan.scan import default_block_t
 
 pytestmark = pytest.mark.gpu
 

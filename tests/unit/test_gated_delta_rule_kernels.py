@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tree_cases import relative_rms
-from tree_kernels.chain_scan import checked_block_t
+from tree_kernels.chain_scan.scan import checked_block_t
 from tree_kernels.gated_delta_rule import tree_gated_delta_rule_with_states
 from tree_kernels.gated_delta_rule.function import chain_scan
 from tree_kernels.gated_delta_rule.naive import naive_tree_gated_delta_rule

@@ -1,5 +1,1 @@
-"""The scan over chains that the gated delta rule and SSD share: kernels and their launches."""
-
-from tree_kernels.chain_scan.scan import ChainScan, Gradients, checked_block_t, default_block_t
-
-__all__ = ["ChainScan", "Gradients", "checked_block_t", "default_block_t"]
+"""What the gated delta rule and SSD share; `scan.py` and its kernels need Triton."""

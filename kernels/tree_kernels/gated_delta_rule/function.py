@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tree_kernels.chain_scan import ChainScan, Gradients, checked_block_t
+from tree_kernels.chain_scan.scan import ChainScan, Gradients, checked_block_t
 from tree_kernels.gated_delta_rule import triton as kernels
 from tree_kernels.layout import ChainTable, TreeLayout
 from tree_kernels.layout.chains import ChainGroup

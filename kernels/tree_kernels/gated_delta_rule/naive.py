@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tree_kernels.chain_scan.naive import heads_first, pairwise_decay, states_behind
 from tree_kernels.layout import ChunkTable, TreeLayout
 
 
@@ -24,11 +25,11 @@ def naive_tree_gated_delta_rule(
     """See `op.tree_gated_delta_rule_with_states`; README.md names the quantities."""
     chunks = layout.chunks(chunk_size)
     group = value.shape[1] // key.shape[1]
-    q = _heads_first(chunks, query).repeat_interleave(group, 1) * query.shape[2] ** -0.5
-    k = _heads_first(chunks, key).repeat_interleave(group, 1)
-    v = _heads_first(chunks, value)
-    b = _heads_first(chunks, beta)[..., None]
-    decay = _heads_first(chunks, log_decay.double()).cumsum(2)
+    q = heads_first(chunks, query).repeat_interleave(group, 1) * query.shape[2] ** -0.5
+    k = heads_first(chunks, key).repeat_interleave(group, 1)
+    v = heads_first(chunks, value)
+    b = heads_first(chunks, beta)[..., None]
+    decay = heads_first(chunks, log_decay.double()).cumsum(2)
     between = pairwise_decay(decay, v.dtype)
     from_start = decay.exp().to(v.dtype)[..., None]
     to_end = (decay[:, :, -1:] - decay).exp().to(v.dtype)[..., None]
@@ -44,26 +45,6 @@ def naive_tree_gated_delta_rule(
     slots = chunks.slots[layout.tensor(layout.cu_seqlens[1:][list(end_nodes)] - 1)]
     ends = states_behind(slots, decay, k, states, new_values)
     return chunks.scatter(out.transpose(1, 2)).to(value.dtype), ends
-
-
-def pairwise_decay(log_decay: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`exp(c[i] - c[j])` where j <= i, else 0.
-
-    Args:
-        log_decay: Running sums, `[..., C]` float64: their differences cancel in float32.
-        dtype: Type of the result, `[..., C, C]`.
-    """
-    future = torch.ones(
-        log_decay.shape[-1], log_decay.shape[-1], dtype=torch.bool, device=log_decay.device
-    ).triu(1)
-    between = (log_decay[..., :, None] - log_decay[..., None, :]).to(dtype)
-    return between.masked_fill(future, float("-inf")).exp()
-
-
-def _heads_first(chunks: ChunkTable, values: torch.Tensor) -> torch.Tensor:
-    """`[T, H, ...]` to `[NC, H, C, ...]` in the type of the state."""
-    wide = values if values.dtype == torch.float64 else values.float()
-    return chunks.gather(wide).transpose(1, 2)
 
 
 def _initial(
@@ -94,20 +75,3 @@ def _scan(
         states.append(state)
         new_values.append(new_value)
     return torch.cat(states), torch.cat(new_values)
-
-
-def states_behind(
-    slots: torch.Tensor,
-    decay: torch.Tensor,
-    keys: torch.Tensor,
-    states: torch.Tensor,
-    new_values: torch.Tensor,
-) -> torch.Tensor:
-    """State behind the row in each of `slots`, which may stand inside a chunk, `[E, HV, K, V]`."""
-    size = decay.shape[2]
-    chunk, place = slots // size, slots % size
-    until = decay[chunk].gather(2, place[:, None, None].expand(-1, decay.shape[1], 1))
-    future = torch.arange(size, device=slots.device)[None] > place[:, None]
-    to_row = (until - decay[chunk]).to(keys.dtype).masked_fill(future[:, None], float("-inf")).exp()
-    kept = states[chunk] * until.exp().to(keys.dtype)[..., None]
-    return kept + (keys[chunk] * to_row[..., None]).mT @ new_values[chunk]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tree_kernels.chain_scan.checks import check_states
 from tree_kernels.gated_delta_rule.naive import naive_tree_gated_delta_rule
 from tree_kernels.layout import TreeLayout
 
@@ -121,26 +122,4 @@ def _check_inputs(
         raise ValueError(
             f"log_decay {tuple(log_decay.shape)} and beta {tuple(beta.shape)}; "
             f"allowed: {tuple(value.shape[:2])}"
-        )
-
-
-def check_states(
-    initial_states: torch.Tensor | None,
-    end_nodes: Sequence[int],
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: TreeLayout,
-) -> None:
-    """Refuse states and nodes that are not those of `layout` and of these heads.
-
-    Raises:
-        ValueError: Names what does not fit.
-    """
-    wanted = (int((layout.parents < 0).sum()), value.shape[1], key.shape[2], value.shape[2])
-    if initial_states is not None and initial_states.shape != wanted:
-        raise ValueError(f"initial_states {tuple(initial_states.shape)}; allowed: {wanted}")
-    known = range(layout.num_nodes)
-    if len(set(end_nodes)) < len(end_nodes) or any(node not in known for node in end_nodes):
-        raise ValueError(
-            f"end_nodes {list(end_nodes)}; allowed: distinct, from 0 to {layout.num_nodes - 1}"
         )

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tree_kernels.chain_scan import ChainScan, checked_block_t
-from tree_kernels.chain_scan.scan import block
+from tree_kernels.chain_scan.scan import ChainScan, block, checked_block_t
 from tree_kernels.layout import ChainTable, TreeLayout
 from tree_kernels.ssd import triton as kernels
 

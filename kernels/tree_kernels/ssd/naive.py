@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tree_kernels.gated_delta_rule.naive import pairwise_decay, states_behind
+from tree_kernels.chain_scan.naive import (
+    heads_first,
+    in_state_type,
+    pairwise_decay,
+    states_behind,
+)
 from tree_kernels.layout import ChunkTable, TreeLayout
 
 
@@ -26,12 +31,12 @@ def naive_tree_ssd(
     """See `op.tree_ssd_with_states`; README.md names the quantities."""
     chunks = layout.chunks(chunk_size)
     group = x.shape[1] // b.shape[1]
-    wide = _wide(x)
-    step = _wide(dt)
-    keys = _heads_first(chunks, _wide(b)).repeat_interleave(group, 1)
-    queries = _heads_first(chunks, _wide(c)).repeat_interleave(group, 1)
-    values = _heads_first(chunks, wide * step[..., None])
-    decay = _heads_first(chunks, step.double() * a.double()).cumsum(2)
+    wide = in_state_type(x)
+    step = in_state_type(dt)
+    keys = heads_first(chunks, b).repeat_interleave(group, 1)
+    queries = heads_first(chunks, c).repeat_interleave(group, 1)
+    values = heads_first(chunks, wide * step[..., None])
+    decay = heads_first(chunks, step.double() * a.double()).cumsum(2)
     from_start = decay.exp().to(wide.dtype)[..., None]
     to_end = (decay[:, :, -1:] - decay).exp().to(wide.dtype)[..., None]
 
@@ -45,15 +50,6 @@ def naive_tree_ssd(
         out = out + d.to(wide.dtype)[:, None] * wide
     slots = chunks.slots[layout.tensor(layout.cu_seqlens[1:][list(end_nodes)] - 1)]
     return out.to(x.dtype), states_behind(slots, decay, keys, states, values)
-
-
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def _heads_first(chunks: ChunkTable, values: torch.Tensor) -> torch.Tensor:
-    """`[T, H, ...]` to `[NC, H, C, ...]`."""
-    return chunks.gather(values).transpose(1, 2)
 
 
 def _scan(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tree_kernels.gated_delta_rule.op import check_states
+from tree_kernels.chain_scan.checks import check_states
 from tree_kernels.layout import TreeLayout
 from tree_kernels.ssd.naive import naive_tree_ssd
 
