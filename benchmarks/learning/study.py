@@ -28,6 +28,7 @@ from harness_sdk.cli.stack_config import StackConfig
 from harness_sdk.cli.stack_layout import trainer_plan
 from harness_sdk.client import OctopusClient
 from harness_sdk.permits import redis_permits
+from harness_sdk.replicas import Replicas
 from harness_sdk.runner import EpisodeOutcome, GroupOutcome, Runner, RunOptions
 
 GROUP_SIZE = 8
@@ -163,14 +164,14 @@ class _Study:
                 concurrency=GROUP_SIZE * variant.groups_per_step,
             )
             agent = vault_agent(variant, plan.seed)
-            runner = Runner([self._client], agent, options, permits=permits, on_group=curve.take)
-            playing = asyncio.create_task(runner.run())
-            try:
+            runner = Runner(
+                Replicas([self._client]), agent, options, permits=permits, on_group=curve.take
+            )
+            async with asyncio.TaskGroup() as tasks:
+                playing = tasks.create_task(runner.run())
                 async with self._trainer(online_settings(plan)):
                     pass
-            finally:
                 playing.cancel()
-                await asyncio.gather(playing, return_exceptions=True)
 
     async def _demonstrate(self, task: VaultTask, rng: random.Random) -> None:
         script = draw_script(rng, task, self._variant)
