@@ -128,6 +128,9 @@ def _limits(field: FieldInfo) -> str:
             value = getattr(constraint, name, None)
             if value is not None:
                 found.append(f"{sign}{value}")
+        pattern = getattr(constraint, "pattern", None)
+        if pattern is not None:
+            found.append(f"matching {code(pattern)}")
     return " ".join(found)
 
 

@@ -21,7 +21,7 @@ from harness_sdk.errors import ERRORS_BY_NAME
 from harness_sdk.rpc.v1 import record_pb2, rollout_pb2
 from tests.pages import ROOT
 
-_LIMITS = ("ge", "gt", "le", "lt", "multiple_of")
+_LIMITS = ("ge", "gt", "le", "lt", "multiple_of", "pattern")
 WIRE: tuple[FileDescriptor, ...] = (rollout_pb2.DESCRIPTOR, record_pb2.DESCRIPTOR)
 
 
