@@ -18,18 +18,25 @@ def write_records(path: Path, records: Iterable[EpisodeRecord]) -> int:
 
     Returns:
         How many records were written.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk; nothing is left of it.
     """
     count = 0
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        for record in records:
-            data = record_to_bytes(record)
-            file.write(_LENGTH.pack(len(data)))
-            file.write(data)
-            count += 1
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            for record in records:
+                data = record_to_bytes(record)
+                file.write(_LENGTH.pack(len(data)))
+                file.write(data)
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return count
 
 

@@ -46,7 +46,7 @@ class ControlBus:
         self._unsent = asyncio.Event()
         self._announcements: asyncio.Queue[PolicyAnnouncement] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self._closing = False
+        self._closing = self._leaving = False
         self.num_connections = 0
 
     async def __aenter__(self) -> ControlBus:
@@ -68,8 +68,13 @@ class ControlBus:
 
     def publish(self, state: ReplicaState) -> None:
         """Retain `state` as soon as the broker is there; a newer one replaces it."""
-        self._state = state
+        self._state = _gone(state) if self._leaving else state
         self._unsent.set()
+
+    def leave(self) -> None:
+        """Say `alive=false` from here on: runs start their episodes elsewhere."""
+        self._leaving = True
+        self.publish(self._state)
 
     async def announcements(self) -> AsyncIterator[PolicyAnnouncement]:
         """The newest announced policy, the retained one first; repeats are possible.

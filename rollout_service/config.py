@@ -120,6 +120,9 @@ class ServerOptions(Options):
     """PEM of the private key."""
     tls_client_ca: Path | None = None
     """PEM of the authority of clients' certificates; set, it makes TLS mutual."""
+    drain_s: float = Field(default=0.0, ge=0)
+    """Seconds that open episodes may go on at a stop, for a deployment that loses none: meanwhile
+    new ones are refused and runs go to other replicas. A second signal ends them at once."""
     grace_s: float = Field(default=10.0, ge=0)
     """Seconds that running calls have at a stop."""
 

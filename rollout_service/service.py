@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +39,21 @@ _MAX_TOKENS = 262_144
 
 
 async def run_service(config: RolloutConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then stop within `server.grace_s` a part."""
+    """Serve until SIGINT or SIGTERM, then stop within `server.drain_s`, and `server.grace_s` a
+    part; a second signal ends the draining."""
     set_ids(run=config.run)
     logger.info("resolved configuration:\n%s", render_config(config))
-    stop = asyncio.Event()
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(_serve(config))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    service = RolloutService(config)
+    serving = asyncio.create_task(_serve(service))
+    await _first(serving, signals.get())
+    if not serving.done() and config.server.drain_s > 0:
+        drained = asyncio.create_task(service.drain())
+        await _first(serving, signals.get(), drained, timeout_s=config.server.drain_s)
+        await end(drained)
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
@@ -101,6 +105,16 @@ class RolloutService:
             (self._engine_end if self._engine_end.done() else applying).result()
         finally:
             await end(applying)
+
+    async def drain(self) -> None:
+        """Refuse new episodes, tell runs to go elsewhere, return once the open ones have closed.
+
+        At once where the service has not started yet.
+        """
+        if hasattr(self, "sessions"):
+            if self._bus is not None:
+                self._bus.leave()
+            await self.sessions.drain()
 
     async def _apply_policies(self) -> None:
         if self._bus is None:
@@ -220,9 +234,25 @@ class RolloutService:
         await stopping
 
 
-async def _serve(config: RolloutConfig) -> None:
-    async with RolloutService(config) as service:
+async def _serve(service: RolloutService) -> None:
+    async with service:
         await service.run()
+
+
+async def _first(
+    serving: asyncio.Task[None],
+    signalled: Coroutine[Any, Any, signal.Signals],
+    *others: asyncio.Task[None],
+    timeout_s: float | None = None,
+) -> None:
+    """Return with the first end of what serves, a signal, `others`, or the time."""
+    waiting = asyncio.create_task(signalled)
+    try:
+        await asyncio.wait(
+            [serving, waiting, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        await end(waiting)
 
 
 def _write_address(config: RolloutConfig, address: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
 
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable, end
@@ -124,7 +124,7 @@ class EpisodeStream:
         if self._sender is not None:
             await end(self._sender)
         if self._spill_path is not None:
-            await asyncio.to_thread(_spill, self._spill_path, [p.record for p in self._buffer])
+            await self._spill(self._spill_path)
         async with self._changed:
             for pending in self._buffer:
                 pending.entry_id.set_exception(_closed())
@@ -196,6 +196,17 @@ class EpisodeStream:
                 self._changed.notify_all()
         return await pending.entry_id
 
+    async def _spill(self, path: Path) -> None:
+        """Keep in a file what Redis has not taken; a disk that is full loses it with an error."""
+        try:
+            await asyncio.to_thread(_spill, path, [pending.record for pending in self._buffer])
+        except OSError as error:
+            logger.critical(
+                "%d episodes are lost: Redis has not taken them, and %s cannot be written (%s); "
+                "make room there, and start Redis before the service stops",
+                len(self._buffer), path, error,
+            )  # fmt: skip
+
     def _fits(self, size: int) -> bool:
         return not self._buffer or self.buffered_bytes + size <= self._max_buffered_bytes
 
@@ -234,6 +245,9 @@ class EpisodeStream:
                     "Redis did not take an episode (%s); %d wait, next try in %.2f s",
                     error, len(self._buffer), delay_s,
                 )  # fmt: skip
+                if isinstance(error, OutOfMemoryError):
+                    # What is acknowledged may be all that fills it, and no other send trims.
+                    await self._try_trim()
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(delay_s * 2, _LAST_DELAY_S)
 

@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -87,7 +88,7 @@ class RedisLink:
 
         Raises:
             Unavailable: The server stayed away for longer than the link's patience.
-            ServiceError: The server refused the command, for want of memory for example.
+            ServiceError: The server refused the command, or had no memory for it all the time.
         """
         give_up = time.monotonic() + self._patience_s
         delay_s = 0.05
@@ -105,6 +106,18 @@ class RedisLink:
                     ) from error
                 if self.reconnects == 1 or delay_s >= 1.0:
                     log.warning("Redis is away (%s); trying again", error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, 2.0)
+            except OutOfMemoryError as error:
+                # Replicas trim what is acknowledged as soon as they are refused themselves.
+                if time.monotonic() > give_up:
+                    raise ServiceError(
+                        "Redis is at its memory limit",
+                        value=error,
+                        limit=f"{self._patience_s:g} s",
+                        remedy="raise its maxmemory; the trainer resumes from its checkpoint",
+                    ) from error
+                log.warning("Redis is at its memory limit; trying again in %.2f s", delay_s)
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, 2.0)
             except RedisError as error:

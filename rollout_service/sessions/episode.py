@@ -96,13 +96,18 @@ class Episode:
         """Residency being given back: it goes on where the caller of a call has left."""
         self._replies = Replies(service.options.max_replies)
         self._head_ids = itertools.count(1)
-        self._last_call_s = time.monotonic()
+        self._began_s = self._last_call_s = time.monotonic()
         self.add_thread(ROOT_THREAD, parent=None, base=None)
 
     @property
     def root(self) -> Thread:
         """The first thread."""
         return self.threads[ROOT_THREAD]
+
+    @property
+    def now_s(self) -> float:
+        """Unix time from its opening on: a clock that is set meanwhile bends no duration."""
+        return self.opened_at_s + time.monotonic() - self._began_s
 
     def add_thread(
         self, thread_id: str, *, parent: Thread | None, base: Cursor | None, **known: Any

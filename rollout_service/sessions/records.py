@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from harness_sdk import errors
 from harness_sdk.errors import ERRORS_BY_NAME, BudgetExhausted, HarnessError
 from harness_sdk.record import EpisodeRecord, MountSpan, Node, ThreadSummary
@@ -81,7 +79,7 @@ def build_record(
         error_kind=error_kind,
         error_message=error_message,
         opened_at_s=episode.opened_at_s,
-        closed_at_s=time.time(),
+        closed_at_s=episode.now_s,
         mount_layers=info.mount_layers,
         model_hash=info.model_hash,
         tokenizer_hash=service.chat.tokenizer.digest,

@@ -94,7 +94,7 @@ class Sessions:
         self._opening: dict[str, str] = {}
         self._closing = Closing(self._service, sink, self._forget)
         self._began_s = time.monotonic()
-        self._shut = False
+        self._shut = ""
         limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
         self._forecast = Forecast(engine.info, limits.thread_budget)
         self._failure: HarnessError | None = None
@@ -313,9 +313,15 @@ class Sessions:
         for episode in self._episodes.values():
             episode.failure = error
 
+    async def drain(self) -> None:
+        """Admit no new episode, and return once those that are open have closed."""
+        self._shut = "the service lets its last episodes end before it stops"
+        while self._episodes:
+            await next(iter(self._episodes.values())).closed.wait()
+
     async def shutdown(self) -> None:
         """Close every episode as cancelled, or failed after `fail`; no new one is admitted."""
-        self._shut = True
+        self._shut = self._shut or "the service is shutting down"
         reason, message = StopReason.CANCELLED, "the service shut down"
         if self._failure is not None:
             reason, message = StopReason.ENGINE_ERROR, self._failure.message
@@ -435,7 +441,7 @@ class Sessions:
             raise self._failure.copy()
         if self._shut:
             raise Unavailable(
-                "the service is shutting down",
+                self._shut,
                 value="no new episode",
                 remedy="connect to another replica",
             )

@@ -18,6 +18,8 @@ from trainer_service.metrics import read_metrics
 
 async def check_nothing_is_lost(world: World, max_steps: int) -> None:
     """Each entry of the stream stands in one checkpoint, or still waits; each told one is there."""
+    # First: the runner plays on, as far as its permits go.
+    told = {each.entry_id: each.episode_id for each in world.told.outcomes if each.entry_id}
     states = world.checkpoints()
     assert len(states) == max_steps == states[-1]["progress"]["version"]
     entries, unfinished = await world.entries(), await world.unfinished()
@@ -26,7 +28,6 @@ async def check_nothing_is_lost(world: World, max_steps: int) -> None:
     trained = Counter(entries[entry] for entry in consumed)
     assert max(trained.values()) == 1, "an episode was trained twice"
     # What the agent was told is stored is in the stream under that very entry.
-    told = {each.entry_id: each.episode_id for each in world.told.outcomes if each.entry_id}
     assert told.items() <= entries.items()
     assert len(told) >= GROUP_SIZE
     # Sent twice, where Redis died between storing and answering: dropped by its episode.

@@ -92,6 +92,8 @@ class Found:
     given_up: Counter[str] = field(default_factory=Counter)
     """Turns and waits without an end that the caller ended."""
     faults: list[str] = field(default_factory=list)
+    drawn: set[str] = field(default_factory=set)
+    """Episode ids that a caller drew for itself alone."""
 
     def lines(self) -> list[str]:
         """The outcome in a few lines."""
@@ -125,6 +127,7 @@ class Caller:
     async def play(self, num_calls: int) -> None:
         """Open an episode, make `num_calls` calls on it and around it, and close it, or not."""
         self._episode_id = f"e{self._rng.getrandbits(64):x}"
+        self._found.drawn.add(self._episode_id)
         self._keys = []
         await self._open()
         for _ in range(num_calls):
@@ -330,7 +333,7 @@ async def fuzz_calls(
         until_s: End of `time.monotonic` past which no further episode is begun.
 
     Raises:
-        AssertionError: Something is left of the episodes, or one has no record or two.
+        AssertionError: Something is left of the episodes.
     """
     found = Found()
     async with _watched(engine) as running:
@@ -343,8 +346,12 @@ async def fuzz_calls(
         await asyncio.gather(*map(go_on, rngs))
         await _settled(running)
         opened = running.sessions.status().metrics.get("episodes/opened", 0)
-        written = [record.episode_id for record in running.sink.records]
-        assert len(written) == len(set(written)) == opened, (len(written), opened)
+        written = Counter(record.episode_id for record in running.sink.records)
+        if written.total() != opened:
+            found.faults.append(f"{opened} episodes opened, {written.total()} records")
+        # A wild id may come again once the service has forgotten the first: `max_closed` later.
+        twice = [name for name, count in written.items() if count > 1 and name in found.drawn]
+        found.faults += [f"two records of episode {name}" for name in twice]
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import aiomqtt
 import peft
 import pytest
+import redis.asyncio
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -20,12 +23,14 @@ from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
 from harness_sdk.cli.settings import validate_config
 from harness_sdk.client import OctopusClient
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
-from harness_sdk.errors import ConfigError, InvalidRequest
+from harness_sdk.errors import ConfigError, EpisodeNotFound, InvalidRequest, Unavailable
+from harness_sdk.options import RetryPolicy
+from harness_sdk.record import record_from_bytes
 from harness_sdk.types import SamplingOptions
 from rollout_service.bus import read_bus_state
-from rollout_service.config import RolloutConfig
+from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.transformers.model import model_hash
-from rollout_service.service import RolloutService
+from rollout_service.service import RolloutService, run_service
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import LORA_TARGETS, save_tiny_model
 
@@ -152,3 +157,43 @@ async def test_port_that_is_taken_is_a_configuration_error(settings: dict[str, A
         with pytest.raises(ConfigError, match="cannot bind"):
             async with RolloutService(validate_config(RolloutConfig, second)):
                 pass
+
+
+async def _until(path: Path) -> str:
+    async with asyncio.timeout(60):
+        while not path.exists():
+            await asyncio.sleep(0.02)
+    return path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["lets episodes end", "a second signal"])
+async def test_drained_service_takes_no_episode_and_lets_its_own_end(
+    settings: dict[str, Any], twice: bool
+) -> None:
+    settings["server"] |= {"drain_s": 60.0}
+    config = validate_config(RolloutConfig, settings)
+    serving = asyncio.create_task(run_service(config))
+    address = await _until(config.folder / ADDRESS_FILE)
+    async with OctopusClient.connect(address, retry=RetryPolicy(max_attempts=1)) as client:
+        try:
+            async with client.episode(primitives=()) as episode:
+                await episode.root.generate("a", sampling=SAMPLING)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await _state_until(settings["mqtt"]["url"], lambda state: not state.alive)
+                with pytest.raises(Unavailable, match="connect to another replica"):
+                    async with client.episode():
+                        pass
+                if twice:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    await asyncio.wait_for(asyncio.shield(serving), 10)
+                await episode.root.generate("b", sampling=SAMPLING)
+                await episode.root.done("b")
+                await episode.close(reward=1.0)
+        except (EpisodeNotFound, Unavailable):
+            assert twice
+    await asyncio.wait_for(serving, 10)
+    async with redis.asyncio.Redis.from_url(settings["redis"]["url"]) as store:
+        entries: Any = await store.xrange(control.episodes_key("live"))
+    ((_, fields),) = entries
+    record = record_from_bytes(fields[b"record"])
+    assert (record.stop_reason, record.reward) == (("cancelled", None) if twice else ("done", 1.0))

@@ -413,14 +413,27 @@ async def test_bad_entry_is_moved_aside_once_though_a_connection_was_lost(link: 
     assert await link.client.xlen(control.dead_key(RUN)) == 1
 
 
-async def test_command_that_redis_refuses_is_an_error_of_ours(
-    link: RedisLink, tmp_path: Path
+async def test_command_that_redis_refuses_is_an_error_of_ours(link: RedisLink) -> None:
+    await link.client.set("text", "x")
+    with pytest.raises(ServiceError, match=r"ResponseError.*doctor"):
+        await link.call(lambda: link.client.incr("text"))
+
+
+async def test_upload_waits_for_memory_and_says_so_where_none_comes(
+    server: ValkeyServer, link: RedisLink, tmp_path: Path
 ) -> None:
     (tmp_path / control.ADAPTER_FILE).write_bytes(bytes(control.ADAPTER_CHUNK_BYTES))
     (tmp_path / control.ADAPTER_CONFIG_FILE).write_text("{}")
     await link.client.config_set("maxmemory", "1mb")
-    with pytest.raises(ServiceError, match=r"OutOfMemoryError.*doctor"):
-        await upload_adapter(link, RUN, 1, tmp_path)
+    impatient = RedisLink(server.url, patience_s=0.1)
+    with pytest.raises(ServiceError, match=r"memory limit.*raise its maxmemory"):
+        await upload_adapter(impatient, RUN, 1, tmp_path)
+    await impatient.close()
+    uploading = asyncio.create_task(upload_adapter(link, RUN, 1, tmp_path))
+    await asyncio.sleep(0.2)
+    assert not uploading.done()
+    await link.client.config_set("maxmemory", "0")
+    await uploading
 
 
 def test_address_that_is_none_is_refused_without_its_password() -> None:

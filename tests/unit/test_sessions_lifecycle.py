@@ -43,6 +43,14 @@ async def test_a_closed_episode_left_one_record_and_no_residency() -> None:
         await bench.sessions.turn(bench.call(), ())
 
 
+async def test_a_clock_that_is_set_back_bends_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    episode = await bench.open()
+    monkeypatch.setattr("time.time", lambda: episode.opened_at_s - 3600.0)
+    record = await bench.close()
+    assert 0.0 <= record.closed_at_s - record.opened_at_s < 60.0
+
+
 async def test_concurrent_closes_write_once() -> None:
     bench = Bench()
     await bench.open()
