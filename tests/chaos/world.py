@@ -21,6 +21,7 @@ from harness_sdk.cli.embedded import ValkeyServer, embedded_broker
 from harness_sdk.cli.processes import free_port
 from harness_sdk.permits import redis_permits
 from harness_sdk.record import record_from_bytes
+from harness_sdk.replicas import Replicas
 from harness_sdk.runner import EpisodeOutcome, GroupOutcome, Runner, RunOptions
 from harness_sdk.thread import Thread
 from tests.chat_tokenizers import VOCAB_SIZE, save_chat_tokenizer
@@ -122,6 +123,8 @@ class World:
     told: Told = field(default_factory=Told)
     rss_mb: dict[str, list[float]] = field(default_factory=dict)
     """Of trainer and first replica, at each step."""
+    playing: asyncio.Task[None] | None = None
+    """The runner."""
 
     async def restart_valkey(self) -> None:
         """SIGKILL, and back on the same port and data."""
@@ -142,6 +145,8 @@ class World:
             async with asyncio.timeout(_MARGIN_S):
                 while self.trainer.num_steps == before:
                     assert self.trainer.exit_code in (None, 0), self.log("trainer")
+                    if self.playing is not None and self.playing.done():
+                        self.playing.result()
                     await asyncio.sleep(0.05)
             self._measure()
 
@@ -241,7 +246,7 @@ async def chaos_world(
             each.start()
             stack.push_async_callback(each.kill)
         world = World(folder=folder, valkey=valkey, replicas=replicas, trainer=trainer)
-        playing = asyncio.create_task(_play(world))
+        world.playing = playing = asyncio.create_task(_play(world))
         try:
             yield world
         finally:
@@ -260,7 +265,8 @@ async def _play(world: World) -> None:
         options = RunOptions(
             group_size=GROUP_SIZE, num_groups=0, concurrency=2 * GROUP_SIZE, max_failures=10**9
         )
-        runner = Runner(clients, _agent(), options, permits=permits, on_group=world.told.add)
+        replicas = await stack.enter_async_context(Replicas(clients))
+        runner = Runner(replicas, _agent(), options, permits=permits, on_group=world.told.add)
         await runner.run()
 
 
