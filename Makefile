@@ -7,7 +7,7 @@ TEST_STAMP := $(VENV)/.installed-test
 # The whole loop, conformance, random use, page layouts.
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
 
-.PHONY: help install demo test test-vllm fuzz chaos soak lint docs proto bench clean
+.PHONY: help install demo test test-vllm fuzz chaos soak lint docs proto bench audit clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -67,6 +67,11 @@ proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 bench: $(TEST_STAMP) ## CPU benchmarks.
 	$(BIN)/python -m benchmarks.tree_training --device cpu --out docs/benchmarks/tree_training_cpu.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.vllm_engine --device cpu --out docs/benchmarks/vllm_engine_cpu.json
+
+# Strict: what cannot be looked up, for want of a registry that tells vulnerabilities, is a failure.
+audit: $(STAMP) ## Look installed packages up among known vulnerabilities.
+	$(BIN)/pip install --quiet pip-audit
+	$(BIN)/pip-audit --strict --skip-editable --progress-spinner off
 
 clean: ## Remove the virtual environment and build outputs.
 	rm -rf $(VENV) build dist demo

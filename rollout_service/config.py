@@ -201,10 +201,11 @@ class MetricsOptions(Options):
 class RolloutConfig(Options):
     """Everything `octopus rollout` can be told."""
 
-    run: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
+    run: str = Field(default="default", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     """Name of the run: keys, topics and episodes carry it."""
     replica_id: str = Field(
-        default_factory=lambda: socket.gethostname() or "replica", pattern=r"^[A-Za-z0-9_.-]+$"
+        default_factory=lambda: socket.gethostname() or "replica",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$",
     )
     """Name of this replica, alone in its run; unset is the host's name."""
     run_folder: Path = Path("runs")

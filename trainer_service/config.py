@@ -237,7 +237,7 @@ class ReportOptions(Options):
 class TrainerConfig(Options):
     """Everything `octopus trainer` can be told."""
 
-    run: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
+    run: str = Field(default="default", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     """Name of the run: keys, topics and episodes carry it."""
     run_folder: Path = Path("runs")
     """Folder in which the run's own folder, named after the run, is made."""

@@ -50,7 +50,7 @@ class AgentConfig(Section):
     mqtt_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
     """Broker through which all replicas of the run are found, those too that join later; where
     address names some, these alone are used."""
-    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     """Name of the run; unset takes the service's, and finds none through mqtt_url."""
     token: SecretStr | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_TOKEN"})
     """Bearer token of the service."""
@@ -139,7 +139,7 @@ class VerifiersConfig(Section):
     """Episodes at a time."""
     rewards: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward of the environment, with a comma; they become 0 and 1."""
-    run: str = Field(default="local", pattern=r"^[A-Za-z0-9_.-]+$")
+    run: str = Field(default="local", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     """Name of the run, whose permits count."""
     redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
     """Redis or Valkey that holds the trainer's permits; unset never waits for a trainer."""

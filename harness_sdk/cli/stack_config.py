@@ -15,7 +15,7 @@ class StackConfig(BaseModel):
 
     model: Path
     """Checkpoint that is served and trained: a Hugging Face folder, `smollm2` or `demo`."""
-    run: str = Field(default="local", pattern=r"^[A-Za-z0-9_.-]+$")
+    run: str = Field(default="local", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     """Name of the run."""
     folder: Path = Path("runs")
     """Folder of the runs; this one's is RUN in it: logs, Valkey's data, checkpoints."""
