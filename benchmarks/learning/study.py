@@ -48,10 +48,10 @@ class Plan:
     """Of tasks, scripts and adapter."""
     model: Path = MODEL
     """Checkpoint that `benchmarks.learning.pretrain` wrote."""
-    warmup_steps: int = 4
+    warmup_steps: int = 8
     """Steps of tree SFT on scripted episodes."""
     demonstrations_per_step: int = 32
-    warmup_lr: float = 1e-3
+    warmup_lr: float = 2e-3
     steps: int = 50
     """Steps of reinforcement learning."""
     lr: float = 3e-3

@@ -20,6 +20,11 @@ from harness_sdk.cli.demo.teacher import SUBTASKS, call_text
 from harness_sdk.errors import BudgetExhausted
 from harness_sdk.types import Message, Turn
 
+FORKS, READS, WALKS, GOES_BACK = 0.5, 0.75, 0.5, 0.75
+"""Shares of the scripts whose root forks; of those whose opener reads, and of the others whose root
+goes and looks; and of all those that go back where it helps. Branches that mostly fail would lose
+to walking before the policy has learned what makes them succeed."""
+
 STEPS = (1, 2)
 """What an opener reads of the finder: its surviving pages, whether it went back or not."""
 
@@ -40,12 +45,13 @@ class Script:
 
 
 def draw_script(rng: random.Random, task: VaultTask, variant: Variant) -> Script:
-    """A strategy at random: half of each toss, where the variant leaves a choice."""
+    """A strategy at random, where the variant leaves a choice."""
     taken = (task.code, task.treasure)
+    forks = variant.forks and rng.random() < FORKS
     return Script(
-        forks=variant.forks and rng.random() < 0.5,
-        guesses=rng.random() < 0.5,
-        goes_back=variant.rewinds and rng.random() < 0.5,
+        forks=forks,
+        guesses=rng.random() >= (READS if forks else WALKS),
+        goes_back=variant.rewinds and rng.random() < GOES_BACK,
         replies_plainly=rng.random() < variant.plain_replies,
         guess=next(number for number in draw_numbers(rng, 3) if number not in taken),
     )
