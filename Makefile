@@ -7,7 +7,9 @@ TEST_STAMP := $(VENV)/.installed-test
 # The whole loop, conformance, random use, page layouts.
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
 
-.PHONY: help install demo test test-vllm fuzz chaos soak lint docs proto bench audit clean
+LOWEST := build/lowest
+
+.PHONY: help install demo test test-vllm test-lowest fuzz chaos soak coverage lint docs proto lock wheels bench audit clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -40,6 +42,21 @@ test: lint ## Lint, types, and tests: unit, service, end to end, then a slice of
 test-vllm: $(TEST_STAMP) ## All tests of the vLLM engine.
 	$(BIN)/python -m pytest tests/vllm
 
+# An environment of its own, for the lowest versions that pyproject.toml allows.
+$(LOWEST)/bin/uv:
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet uv
+
+test-lowest: $(LOWEST)/bin/uv ## Unit tests with the lowest versions of what we depend on.
+	$(LOWEST)/bin/uv pip compile --quiet --resolution lowest-direct --extra dev \
+		--output-file $(LOWEST)/requirements.txt pyproject.toml
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python -r $(LOWEST)/requirements.txt
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --editable .
+	$(LOWEST)/bin/python -m pytest tests/unit
+
+coverage: $(TEST_STAMP) ## Branch coverage of all tests, GPU-only files left out; build/coverage.
+	$(BIN)/python -m pytest --cov --cov-report=html --cov-report=term:skip-covered $(COVERAGE)
+
 fuzz: $(TEST_STAMP) ## Fuzz every RPC, records, templates and configurations; FUZZ=--help tells how much.
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.fuzz $(FUZZ)
 
@@ -63,6 +80,14 @@ docs: ## Build the documentation into build/site.
 proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. \
 		proto/harness_sdk/rpc/v1/*.proto
+
+lock: $(LOWEST)/bin/uv ## Resolve what CI may install anew into constraints.txt.
+	$(LOWEST)/bin/uv pip compile --quiet --upgrade --extra dev --extra docs --extra metrics \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+		--output-file constraints.txt pyproject.toml
+
+wheels: $(TEST_STAMP) ## Build octopus-agents and octopus-agents-sdk into dist.
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./harness_sdk
 
 bench: $(TEST_STAMP) ## CPU benchmarks.
 	$(BIN)/python -m benchmarks.tree_training --device cpu --out docs/benchmarks/tree_training_cpu.json
