@@ -9,7 +9,7 @@ VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sess
 
 LOWEST := build/lowest
 
-.PHONY: help install demo test test-vllm test-lowest fuzz chaos soak coverage lint docs proto lock wheels bench audit clean
+.PHONY: help install demo test test-vllm test-lowest fuzz chaos soak coverage lint docs proto lock wheels bench containers audit clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -92,6 +92,9 @@ wheels: $(TEST_STAMP) ## Build octopus-agents and octopus-agents-sdk into dist.
 bench: $(TEST_STAMP) ## CPU benchmarks.
 	$(BIN)/python -m benchmarks.tree_training --device cpu --out docs/benchmarks/tree_training_cpu.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.vllm_engine --device cpu --out docs/benchmarks/vllm_engine_cpu.json
+
+containers: $(TEST_STAMP) ## Run every command of compose.yaml as a process in a network of its own.
+	$(BIN)/python -m pytest -m 'soak or not soak' tests/unit/test_compose.py tests/e2e/test_compose_processes.py
 
 # Strict: what cannot be looked up, for want of a registry that tells vulnerabilities, is a failure.
 audit: $(STAMP) ## Look installed packages up among known vulnerabilities.

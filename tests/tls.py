@@ -22,7 +22,9 @@ def server_context(folder: Path, name: str) -> ssl.SSLContext:
 
 
 @contextlib.asynccontextmanager
-async def tls_relay(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
+async def tls_relay(
+    port: int, context: ssl.SSLContext, *, listen: tuple[str, int] = ("127.0.0.1", 0)
+) -> AsyncIterator[int]:
     """End TLS in front of the loopback's `port`; yields the port to speak to."""
     streams: set[asyncio.StreamWriter] = set()
 
@@ -38,7 +40,7 @@ async def tls_relay(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
         streams.update((writer, inner[1]))
         await asyncio.gather(pump(reader, inner[1]), pump(inner[0], writer))
 
-    server = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context)
+    server = await asyncio.start_server(relay, *listen, ssl=context)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
