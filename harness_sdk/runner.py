@@ -28,6 +28,9 @@ from harness_sdk.types import ThreadStatus
 
 logger = logging.getLogger(__name__)
 
+_MAX_TASK_CHARS = 128
+"""Of a task's name in those of its groups."""
+
 _MAX_MOVES = 3
 """How often one episode starts again elsewhere."""
 
@@ -189,7 +192,7 @@ class Runner:
 
     async def _begin_group(self, tasks: asyncio.TaskGroup, task: Task) -> None:
         name = task_id(task)
-        group_id = f"{name}/{uuid.uuid4().hex[:12]}" if self._options.grouped else ""
+        group_id = new_group_id(name) if self._options.grouped else ""
         group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
         if self._options.num_groups != 0:
             self.groups.append(group)
@@ -306,6 +309,12 @@ class Runner:
                 limit=self._options.max_failures,
                 remedy="see the log for the first one; the run can be started again",
             ) from error
+
+
+def new_group_id(task_name: str) -> str:
+    """A name for a group that no other has; it begins as the task's, which may be a whole text."""
+    shown = "".join(char for char in task_name if char.isprintable())
+    return f"{shown[:_MAX_TASK_CHARS]}/{uuid.uuid4().hex[:12]}"
 
 
 async def run_task(agent: Agent, episode: Episode, task: Task) -> float:

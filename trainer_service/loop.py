@@ -29,9 +29,15 @@ from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
 from trainer_service.ranks import Ranks
 from trainer_service.run_folder import identity, locked
-from trainer_service.run_keys import claim_run, grant_permits, permits, send_figures
+from trainer_service.run_keys import (
+    claim_run,
+    grant_permits,
+    permits,
+    send_figures,
+    withhold_permits,
+)
 from trainer_service.run_state import Progress, RunState, probe_tokens
-from trainer_service.sinks import Sink, open_sinks
+from trainer_service.sinks import Sink, opened_sinks
 from trainer_service.step import StepResult, dismiss, train_step
 from trainer_service.step_trace import tell_episodes
 from trainer_service.stream import EpisodeStream, RedisLink
@@ -74,7 +80,7 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
             if await unless_stopped(stop, stack.enter_async_context(bus)) is None:
                 await asyncio.to_thread(dismiss, ranks)
                 return run.progress
-        sinks = stack.enter_context(open_sinks(config))
+        sinks = await opened_sinks(config, stack)
         loop = _Loop(config, run, stop, link, bus, ranks, sinks)
         progress = await loop.run()
     await asyncio.to_thread(dismiss, ranks)
@@ -135,8 +141,8 @@ class _Loop:
             "octopus.step", links=traces, run=self._config.run, policy_version=version
         ) as span:
             await self._take_step(batch, values)
-            span.set(step=self._run.optimizer.num_steps, episodes=len(batch.episodes))
-        tell_episodes(batch, span, begun_s, step=self._run.optimizer.num_steps)
+            span.set(step=self._run.optimizer.num_attempts, episodes=len(batch.episodes))
+        tell_episodes(batch, span, begun_s, step=self._run.optimizer.num_attempts)
 
     async def _take_step(self, batch: Batch, values: dict[str, float]) -> None:
         begin = time.monotonic()
@@ -211,6 +217,7 @@ class _Loop:
             return
         assert isinstance(self._feed, StreamFeed) and self._link is not None
         with _timed(values, "seconds/drain"), self._no_grants():
+            await self._unless_stopped(withhold_permits(self._link, self._config.run))
             await self._unless_stopped(self._feed.catch_up())
             while not self._stop.is_set() and await self._num_in_flight():
                 await self._unless_stopped(self._feed.gather())
@@ -316,7 +323,7 @@ class _Loop:
     def _tell_sinks(self, values: dict[str, float]) -> None:
         for sink in self._sinks:
             try:
-                sink(self._run.optimizer.num_steps, values)
+                sink(self._run.optimizer.num_attempts, values)
             except Exception:
                 # A full disk or a site that is away must not cost the run.
                 log.warning("figures of a step are lost to a sink", exc_info=True)
@@ -326,11 +333,12 @@ class _Loop:
             values[f"dropped/{cause}"] = float(count)
         values["dropped/total"] = float(sum(self._feed.dropped().values()))
         values["policy/version"] = float(self._run.progress.version)
+        values["optim/steps"] = float(self._run.optimizer.num_steps)
         if isinstance(self._feed, StreamFeed):
             values["dead/trimmed"] = float(self._feed.num_dead_trimmed)
         return report(
             self._config.folder / "metrics.jsonl",
-            self._run.optimizer.num_steps,
+            self._run.optimizer.num_attempts,
             values,
             run=self._config.run,
             objective=self._config.objective,

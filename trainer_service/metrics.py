@@ -31,7 +31,7 @@ def report(path: Path, step: int, values: Mapping[str, float], **labels: str) ->
 
     Args:
         path: The run's `metrics.jsonl`.
-        step: Optimiser step, or the last one before whatever is reported.
+        step: Optimiser steps since the run began, skipped ones included.
         values: `area/name` to value.
         labels: Texts that go beside the figures, as the run's name.
 

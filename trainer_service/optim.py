@@ -52,6 +52,11 @@ class Optimizer:
         self.skipped_in_a_row = 0
 
     @property
+    def num_attempts(self) -> int:
+        """Steps and skipped steps since the start of the run: the number of what is reported."""
+        return self.num_steps + self.num_skipped
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return self._options.lr * lr_factor(self.num_steps, self._options)

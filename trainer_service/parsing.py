@@ -11,6 +11,9 @@ from trainer_service.origin import Origin
 
 _MAX_VERSION = 2**62
 
+# The rollout service samples within them: below, logits over temperature leave float32's precision.
+_TEMPERATURES = (1e-3, 100.0)
+
 
 def parse_record(data: bytes, origin: Origin) -> EpisodeRecord:
     """A record that a step can be made of.
@@ -45,5 +48,10 @@ def _check_values(node: Node) -> None:
     numbers = (*node.sampled_logprobs, node.temperature)
     if node.temperature < 0 or not all(map(math.isfinite, numbers)):
         raise ValueError(f"log-probabilities or temperature of node {node.node_id} are not finite")
+    low, high = _TEMPERATURES
+    if node.temperature and not low <= node.temperature <= high:
+        raise ValueError(
+            f"temperature {node.temperature} of node {node.node_id}; allowed: 0, or {low} to {high}"
+        )
     if node.policy_version > _MAX_VERSION:
         raise ValueError(f"policy version {node.policy_version}; allowed: up to {_MAX_VERSION}")

@@ -10,6 +10,14 @@ from harness_sdk import control
 from harness_sdk.errors import ConfigError
 from trainer_service.stream import RedisLink
 
+# A runner counts a permit as taken first and compares then: either it sees the lower number and
+# gives its own back, or it was counted in.
+_WITHHOLD = """
+local granted = tonumber(redis.call('HGET', KEYS[1], 'granted') or 0)
+local taken = tonumber(redis.call('HGET', KEYS[1], 'taken') or 0)
+if granted > taken then redis.call('HSET', KEYS[1], 'granted', taken) end
+"""
+
 MAX_STEPS = 4096
 """Steps whose figures Redis keeps, about 2 kB each."""
 
@@ -68,6 +76,12 @@ async def grant_permits(
             await pipe.execute()
 
     await link.call(grant)
+
+
+async def withhold_permits(link: RedisLink, run: str) -> None:
+    """Take back what was granted and is not taken yet; the next grant gives it again."""
+    key = control.permits_key(run)
+    await link.call(lambda: link.client.eval(_WITHHOLD, 1, key))
 
 
 async def permits(link: RedisLink, run: str) -> tuple[int, int]:

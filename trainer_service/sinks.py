@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import logging
@@ -25,8 +26,10 @@ class Sink(Protocol):
 def open_sinks(config: TrainerConfig) -> Iterator[list[Sink]]:
     """The sinks that `config.report` asks for, closed when the block ends.
 
+    Blocking: Weights & Biases is asked over the network.
+
     Raises:
-        ConfigError: The package of one is not installed.
+        ConfigError: The package of one is not installed, or it refuses the run.
     """
     report = config.report
     with contextlib.ExitStack() as stack:
@@ -38,6 +41,14 @@ def open_sinks(config: TrainerConfig) -> Iterator[list[Sink]]:
         if report.prometheus_port is not None:
             sinks.append(stack.enter_context(_prometheus(config, report.prometheus_port)))
         yield sinks
+
+
+async def opened_sinks(config: TrainerConfig, stack: contextlib.AsyncExitStack) -> list[Sink]:
+    """`open_sinks` on a thread, closed on one with `stack`: a site may answer slowly."""
+    opening = open_sinks(config)
+    sinks = await asyncio.to_thread(opening.__enter__)
+    stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
+    return sinks
 
 
 @contextlib.contextmanager
@@ -61,10 +72,18 @@ def _tensorboard(config: TrainerConfig) -> Iterator[Sink]:
 def _wandb(config: TrainerConfig, project: str) -> Iterator[Sink]:
     """A restarted trainer goes on with the run of the same name."""
     wandb: Any = _package("wandb", "report.wandb_project")
-    run = wandb.init(
-        project=project, id=config.run, name=config.run, resume="allow",
-        dir=str(config.folder), config=config.model_dump(mode="json"),
-    )  # fmt: skip
+    try:
+        run = wandb.init(
+            project=project, id=config.run, name=config.run, resume="allow",
+            dir=str(config.folder), config=config.model_dump(mode="json"),
+        )  # fmt: skip
+    # Its errors have no common base: no login, no network, a project that is not ours.
+    except Exception as error:
+        raise ConfigError(
+            "Weights & Biases does not take the run",
+            value=f"{type(error).__name__}: {error}",
+            remedy="wandb login, or WANDB_MODE=offline, or remove report.wandb_project",
+        ) from error
     try:
         yield lambda step, values: run.log(dict(values), step=step)
     finally:
@@ -78,7 +97,7 @@ def _prometheus(config: TrainerConfig, port: int) -> Iterator[Sink]:
     def write(step: int, values: Mapping[str, float]) -> None:
         nonlocal newest
         # Replaced whole: the server reads it on a thread of its own.
-        newest = {**newest, **values, "optim/steps": float(step)}
+        newest = {**newest, "optim/steps": float(step), **values}
 
     labels = {"run": config.run}
     with exposed(

@@ -31,6 +31,8 @@ class ServicePlan:
     settings: dict[str, Any]
     num_processes: int = 1
     """Above 1, torchrun starts them."""
+    stop_s: float = 30.0
+    """What they have to stop before torchrun kills them."""
     gpus: tuple[str, ...] | None = None
     """What it sees of them; None lets it see all."""
 
@@ -40,7 +42,9 @@ class ServicePlan:
         if self.num_processes > 1:
             count = str(self.num_processes)
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
-            command = [*torchrun, *command]
+            # In whole seconds, and before torchrun itself is killed.
+            timeout = str(max(int(self.stop_s) - 2, 1))
+            command = [*torchrun, "--shutdown-timeout", timeout, *command]
         return [sys.executable, *command]
 
     def environment(self) -> dict[str, str]:
@@ -95,6 +99,7 @@ def trainer_plan(config: StackConfig, over: Mapping[str, Any] | None = None) -> 
         module="trainer_service",
         settings=settings,
         num_processes=count,
+        stop_s=config.stop_s,
         gpus=_gpus(config, each, len(replicas) * each, count),
     )
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from harness_sdk.errors import ConfigError, ServiceError
 from harness_sdk.permits import NoPermits, Permits
-from harness_sdk.runner import EpisodeOutcome, GroupOutcome
+from harness_sdk.runner import EpisodeOutcome, GroupOutcome, new_group_id
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class VerifiersRunner:
 
     async def _begin_group(self, tasks: asyncio.TaskGroup, task: Any) -> None:
         name = str(task.data.id or task.data.idx)
-        group_id = f"{name}/{uuid.uuid4().hex[:12]}" if self._options.grouped else ""
+        group_id = new_group_id(name) if self._options.grouped else ""
         group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
         await self._permits.take()
         self.groups.append(group)

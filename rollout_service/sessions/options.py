@@ -71,6 +71,11 @@ class EpisodeLimits:
         )
 
 
+_MAX_NAME_CHARS = 512
+"""Of an episode's and a group's name: logs, traces, records and the trainer's checkpoints carry
+them, and thousands of them at a time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
     """What opening an episode asks for."""
@@ -164,8 +169,17 @@ def check_request(options: SessionOptions, request: OpenRequest) -> VersionPolic
     """Refuse a request that no episode can serve; return its version policy.
 
     Raises:
-        InvalidRequest: An unknown primitive or version policy, or another run.
+        InvalidRequest: An unknown primitive or version policy, another run, or a name that is too
+            long.
     """
+    for key, name in (("episode_id", request.episode_id), ("group_id", request.group_id)):
+        if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+            raise InvalidRequest(
+                f"the {key} cannot be used",
+                value=f"{len(name)} characters: {name!r:.80}",
+                limit=f"{_MAX_NAME_CHARS} printable characters",
+                remedy="name it otherwise, by a hash if need be",
+            )
     unknown = sorted(set(request.primitives) - set(PRIMITIVES))
     if unknown:
         raise InvalidRequest(

@@ -21,7 +21,7 @@ from harness_sdk.control import permits_key
 from harness_sdk.errors import ClientClosed, ConfigError, ServiceError, ToolError, Unavailable
 from harness_sdk.permits import redis_permits
 from harness_sdk.replicas import Replicas
-from harness_sdk.runner import GroupOutcome, Runner, RunOptions
+from harness_sdk.runner import GroupOutcome, Runner, RunOptions, new_group_id
 from harness_sdk.summary import summarise
 from tests.service.sdk_service import Running, calls, scripted
 from tests.unit.scripted_server import until
@@ -438,3 +438,10 @@ async def test_command_takes_a_model_or_an_address(folder: Path) -> None:
     _, err = await process.communicate()
     assert process.returncode == 1
     assert b"got model smollm2 and address localhost:1; give one of them" in err
+
+
+def test_group_names_are_short_whatever_the_task_is_called() -> None:
+    first, second = (new_group_id("What is\nthe " + "long " * 400 + "question?") for _ in range(2))
+    assert first != second
+    assert first.startswith("What isthe long ") and first.isprintable()
+    assert len(first) == 128 + 13

@@ -246,7 +246,7 @@ async def test_open_episodes_cross_a_publish_and_every_token_tells_its_version(
 async def test_version_waits_for_the_episodes_that_run_where_they_shall_not_cross(
     world: _World,
 ) -> None:
-    config = world.config(max_steps=1, publish={"in_flight": "wait"})
+    config = world.config(max_steps=1, max_policy_lag=2, publish={"in_flight": "wait"})
     async with (
         redis_permits(world.common["redis"]["url"], RUN) as limit,
         asyncio.timeout(60),
@@ -258,17 +258,23 @@ async def test_version_waits_for_the_episodes_that_run_where_they_shall_not_cros
         await _close(await _open(world, "first", ("keep", "keep")))
         while not world.steps:
             await asyncio.sleep(0.02)
+        # Three were granted; the one that nobody took begins no group now.
+        while await permits(world.link, RUN) != (2, 2):
+            await asyncio.sleep(0.02)
+        third = asyncio.create_task(limit.take())
         await asyncio.sleep(1.0)
+        assert not third.done()
         assert [service.adapters.newest() for service in world.services] == [0, 0]
-        assert await permits(world.link, RUN) == (2, 2)
+        assert (await permits(world.link, RUN))[0] == 2
         await _close(running)
         await training
+        await third
     assert [service.adapters.newest() for service in world.services] == [1, 1]
     for record in await world.records():
         assert {node.policy_version for node in record.nodes if any(node.sampled)} == {0}
     (line,) = read_metrics(config.folder / "metrics.jsonl")
     assert line["seconds/drain"] > 0.5
-    assert (await permits(world.link, RUN))[0] == 3
+    assert await permits(world.link, RUN) == (4, 3)
 
 
 async def test_version_waits_no_longer_than_the_deadline_for_a_group_that_died(

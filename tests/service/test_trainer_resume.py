@@ -319,6 +319,8 @@ async def test_non_finite_steps_are_skipped_and_too_many_stop_the_run(
     lines = read_metrics(config.folder / "metrics.jsonl")
     assert [line["policy/version"] for line in lines] == [0.0, 0.0]
     assert [line["optim/skipped"] for line in lines] == [1.0, 2.0]
+    # Each has a number of its own: under that of the last good step it would take its place.
+    assert [(line["step"], line["optim/steps"]) for line in lines] == [(1, 0.0), (2, 0.0)]
     # They are consumed, and their permits return: the next run does not meet them again.
     pending = await link.client.xpending(control.episodes_key("r"), "trainer")
     assert pending["pending"] == 2

@@ -29,6 +29,7 @@ from trainer_service.run_keys import (
     permits,
     send_figures,
     upload_adapter,
+    withhold_permits,
 )
 from trainer_service.stream import (
     MAX_DEAD,
@@ -453,6 +454,21 @@ async def test_permits_only_rise_and_wake_the_runner(link: RedisLink) -> None:
     assert await permits(link, RUN) == (39, 3)
     assert await link.client.blpop([control.permits_wake_key(RUN)], timeout=1) is not None
     assert await link.client.llen(control.permits_wake_key(RUN)) <= 16
+
+
+async def test_permits_that_nobody_took_are_withheld_until_the_next_grant(link: RedisLink) -> None:
+    await withhold_permits(link, RUN)
+    assert await permits(link, RUN) == (0, 0)
+    await grant_permits(link, RUN, 5, 8)
+    await link.client.hincrby(control.permits_key(RUN), "taken", 3)
+    await withhold_permits(link, RUN)
+    assert await permits(link, RUN) == (3, 3)
+    # A runner that has just counted itself in, and will find that it may not.
+    await link.client.hincrby(control.permits_key(RUN), "taken", 1)
+    await withhold_permits(link, RUN)
+    assert await permits(link, RUN) == (3, 4)
+    await grant_permits(link, RUN, 5, 8)
+    assert await permits(link, RUN) == (5, 4)
 
 
 async def test_adapter_travels_in_chunks_and_is_deleted_whole(

@@ -61,6 +61,7 @@ def test_non_finite_step_is_skipped_and_counted(grad: float, loss: float) -> Non
     parameter.grad = torch.ones(3)
     assert not optimizer.step(loss=1.0).skipped
     assert (optimizer.num_steps, optimizer.num_skipped, optimizer.skipped_in_a_row) == (1, 1, 0)
+    assert optimizer.num_attempts == 2
 
 
 def test_state_continues_bit_for_bit() -> None:

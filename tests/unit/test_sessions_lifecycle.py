@@ -295,3 +295,13 @@ async def test_a_long_message_is_encoded_off_the_loop() -> None:
     ticking.cancel()
     assert ticks >= 3
     assert (await bench.close()).num_tokens > 400_000
+
+
+@pytest.mark.parametrize("name", ["n" * 513, "a\nb"])
+async def test_a_name_that_no_log_line_could_hold_is_refused(name: str) -> None:
+    bench = Bench()
+    with pytest.raises(InvalidRequest, match=r"the group_id cannot be used.*512 printable"):
+        await bench.open(group_id=name)
+    with pytest.raises(InvalidRequest, match="the episode_id cannot be used"):
+        await bench.sessions.open(OpenRequest(episode_id=name))
+    await bench.open(group_id="n" * 512)

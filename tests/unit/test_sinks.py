@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
+import threading
 import types
 import urllib.request
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from harness_sdk.errors import ConfigError
 from harness_sdk.exposition import exposed, metric_name
 from trainer_service.config import TrainerConfig
-from trainer_service.sinks import open_sinks
+from trainer_service.sinks import open_sinks, opened_sinks
 
 
 def _config(folder: Path, **report: Any) -> TrainerConfig:
@@ -126,3 +128,41 @@ def test_wandb_goes_on_with_the_run_of_that_name(
     assert (given["project"], given["id"], given["resume"]) == ("p", "r", "allow")
     assert given["config"]["batch"]["group_size"] == 8
     assert (logged, ended) == ([(3, {"reward/mean": 0.5})], [True])
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package whose `init` is the test's to set."""
+    fake: Any = types.ModuleType("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_that_refuses_the_run_is_named_with_its_remedy(tmp_path: Path, wandb: Any) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("no API key configured")
+
+    wandb.init = init
+    with (
+        pytest.raises(ConfigError, match=r"RuntimeError: no API key.*WANDB_MODE=offline"),
+        open_sinks(_config(tmp_path, wandb_project="p")),
+    ):
+        pass
+
+
+async def test_sinks_open_and_close_beside_the_event_loop(tmp_path: Path, wandb: Any) -> None:
+    threads: list[threading.Thread] = []
+
+    class Run:
+        def finish(self) -> None:
+            threads.append(threading.current_thread())
+
+    def init(**_: Any) -> Run:
+        threads.append(threading.current_thread())
+        return Run()
+
+    wandb.init = init
+    async with contextlib.AsyncExitStack() as stack:
+        assert len(await opened_sinks(_config(tmp_path, wandb_project="p"), stack)) == 1
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads

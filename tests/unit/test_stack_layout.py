@@ -42,6 +42,7 @@ def test_replicas_have_names_ports_and_gpus_of_their_own(monkeypatch: pytest.Mon
     assert seen == ["0,1", "2,3", "4,5,6,7"]
     assert trainer.argv(Path("t.toml"))[1:] == [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+        "--shutdown-timeout", "28",
         "-m", "trainer_service", "--config", "t.toml",
     ]  # fmt: skip
 

@@ -394,6 +394,11 @@ def test_episodes_are_never_cut_and_strips_stay_below_the_bound(
         ({"nodes": small_record("a", token_ids=(1, 2, -3, 4)).nodes}, "token -3"),
         ({"nodes": small_record("a", logprob=float("nan")).nodes}, "not finite"),
         ({"nodes": (replace(small_record("a").nodes[0], temperature=-1.0),)}, "temperature"),
+        (
+            {"nodes": (replace(small_record("a").nodes[0], temperature=1e-30),)},
+            "0, or 0.001 to 100",
+        ),
+        ({"nodes": (replace(small_record("a").nodes[0], temperature=1e9),)}, "0, or 0.001 to 100"),
         ({"nodes": small_record("a", policy_version=2**63).nodes}, "policy version"),
     ],
 )
@@ -405,6 +410,8 @@ def test_record_that_makes_no_sense_is_refused(change: dict[str, Any], said: str
 
 def test_record_is_parsed_whole_and_bytes_that_are_none_are_refused() -> None:
     record = small_record("a")
+    coldest = replace(record, nodes=(replace(record.nodes[0], temperature=1e-3),))
+    assert parse_record(record_to_bytes(coldest), Origin()).nodes[0].temperature >= 1e-3
     assert parse_record(record_to_bytes(record), Origin()) == record
     with pytest.raises(ProtocolError):
         parse_record(b"\xff", Origin())
