@@ -215,6 +215,7 @@ async def _close(episodes: list[Episode]) -> None:
         await episode.root.generate("and again", sampling=SHORT)
         await episode.root.done("a")
         await episode.close(reward=float(index))
+        await episode.__aexit__(None, None, None)
 
 
 async def test_open_episodes_cross_a_publish_and_every_token_tells_its_version(
