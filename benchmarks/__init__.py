@@ -1,0 +1,1 @@
+"""What the figures of docs/benchmarks were measured with."""

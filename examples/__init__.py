@@ -1,0 +1,1 @@
+"""Agents to run, read and begin from; each folder holds an `agent.py`."""

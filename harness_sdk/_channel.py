@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from harness_sdk._wire import error_from_rpc, message_too_large
+from harness_sdk._status import error_from_rpc, message_too_large
 from harness_sdk.errors import ClientClosed, ConfigError
 from harness_sdk.options import RetryPolicy, TlsOptions
 from harness_sdk.retry import call_with_retry

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from harness_sdk import _wire
+from harness_sdk import _status
 from harness_sdk.errors import InvalidRequest
 
 
@@ -34,7 +34,7 @@ class Decoding(grpc.aio.ServerInterceptor):
 
         async def serve(request: Any, context: grpc.aio.ServicerContext) -> Any:
             if isinstance(request, InvalidRequest):
-                await context.abort(*_wire.error_to_status(request))
+                await context.abort(*_status.error_to_status(request))
             return await serving(request, context)
 
         if streams:

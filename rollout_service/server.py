@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from harness_sdk import _wire
+from harness_sdk import _status, _wire
 from harness_sdk.deltas import TokenDelta
 from harness_sdk.errors import (
     AuthError,
@@ -139,7 +139,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
             value=type(error).__name__,
             remedy="report it with the service's log; the episode is where it was",
         )
-    code, text, trailing = _wire.error_to_status(error)
+    code, text, trailing = _status.error_to_status(error)
     await context.abort(code, text, trailing)
     raise AssertionError("abort raises")
 

@@ -1,0 +1,1 @@
+"""Cases, references and worlds that the tests of every folder share."""

@@ -1,0 +1,1 @@
+"""Stubs of the wire, one folder for each version of it."""

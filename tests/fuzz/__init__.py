@@ -1,0 +1,1 @@
+"""Generated calls, records, templates and configurations."""

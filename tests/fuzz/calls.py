@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from harness_sdk._wire import ERROR_METADATA_KEY
+from harness_sdk._status import ERROR_METADATA_KEY
 from harness_sdk.errors import ERRORS_BY_NAME
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.types import PRIMITIVES

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from harness_sdk._wire import error_from_rpc
+from harness_sdk._status import error_from_rpc
 from harness_sdk.cli.run_config import RunConfig
 from harness_sdk.cli.settings import load_config
 from harness_sdk.errors import ConfigError, InvalidRequest

@@ -1,0 +1,1 @@
+"""Tests of a service or a command over real servers."""

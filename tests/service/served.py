@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from harness_sdk._wire import error_from_rpc
+from harness_sdk._status import error_from_rpc
 from harness_sdk.errors import HarnessError
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1.rollout_pb2_grpc import RolloutStub

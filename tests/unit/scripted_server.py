@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from harness_sdk import _wire
+from harness_sdk import _status, _wire
 from harness_sdk.errors import HarnessError
 from harness_sdk.options import RetryPolicy
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
@@ -191,7 +191,7 @@ class ScriptedServer(rpc.RolloutServicer):
         if self.token and headers.get("authorization") != f"Bearer {self.token}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
         if self.failures[method]:
-            await context.abort(*_wire.error_to_status(self.failures[method].pop(0)))
+            await context.abort(*_status.error_to_status(self.failures[method].pop(0)))
 
     async def _hang(self, name: str) -> NoReturn:
         try:

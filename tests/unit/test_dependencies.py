@@ -23,6 +23,7 @@ CONTRACTS = (
     "harness_sdk.tracing",
     "harness_sdk.measures",
     "harness_sdk.model_cost",
+    "harness_sdk._status",
     "harness_sdk._wire",
     "harness_sdk._cancellation",
 )

@@ -7,7 +7,7 @@ import pickle
 import grpc
 import pytest
 
-from harness_sdk import _wire, deltas, errors, types
+from harness_sdk import _status, _wire, deltas, errors, types
 
 BUDGET = types.Budget(
     tokens_used=10, tokens_left=90, turns_left=4, threads_left=2, reserve_reached=True
@@ -19,8 +19,8 @@ def test_every_error_survives_the_wire_whole(name: str) -> None:
     error = errors.ERRORS_BY_NAME[name](
         "too far", value=9, limit="1 to 4", remedy="go back", episode_id="e1", thread_id="root"
     )
-    status, text, trailers = _wire.error_to_status(error)
-    back = _wire.error_from_status(status, text, trailers)
+    status, text, trailers = _status.error_to_status(error)
+    back = _status.error_from_status(status, text, trailers)
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert back.context() == error.context()
@@ -29,42 +29,42 @@ def test_every_error_survives_the_wire_whole(name: str) -> None:
 
 def test_a_stale_head_tells_the_present_one() -> None:
     error = errors.StaleHead("moved", head=7, thread_id="root")
-    back = _wire.error_from_status(*_wire.error_to_status(error))
+    back = _status.error_from_status(*_status.error_to_status(error))
     assert isinstance(back, errors.StaleHead) and back.head == 7
     assert pickle.loads(pickle.dumps(back)).head == 7
 
 
 @pytest.mark.parametrize("status", [s for s in grpc.StatusCode if s is not grpc.StatusCode.OK])
 def test_every_bare_status_has_its_error(status: grpc.StatusCode) -> None:
-    error = _wire.error_from_status(status, "told by the transport")
+    error = _status.error_from_status(status, "told by the transport")
     assert type(error) is errors.ERROR_BY_STATUS[status.name]
     assert error.message == "told by the transport"
 
 
 @pytest.mark.parametrize("cls", errors.ERRORS_BY_NAME.values())
 def test_every_error_has_a_status(cls: type[errors.HarnessError]) -> None:
-    assert _wire.status_of(cls) is not grpc.StatusCode.OK
+    assert _status.status_of(cls) is not grpc.StatusCode.OK
 
 
 def test_unknown_error_kind_becomes_a_service_error() -> None:
     detail = _wire.pb.ErrorDetail(kind="ErrorOfAnotherRelease", message="new", remedy="upgrade")
-    error = _wire.error_from_detail(detail)
+    error = _status.error_from_detail(detail)
     assert type(error) is errors.ServiceError
     assert error.remedy == "upgrade"
 
 
 def test_broken_detail_falls_back_to_the_status() -> None:
-    error = _wire.error_from_status(
-        grpc.StatusCode.NOT_FOUND, "gone", [(_wire.ERROR_METADATA_KEY, b"\xff\xff")]
+    error = _status.error_from_status(
+        grpc.StatusCode.NOT_FOUND, "gone", [(_status.ERROR_METADATA_KEY, b"\xff\xff")]
     )
     assert type(error) is errors.EpisodeNotFound
 
 
 def test_long_error_text_is_cut_below_the_metadata_limit() -> None:
     error = errors.ToolError("é" * 50_000, value="x" * 50_000, remedy="y" * 50_000)
-    _, text, trailers = _wire.error_to_status(error)
+    _, text, trailers = _status.error_to_status(error)
     assert 3 * len(text.encode()) + 4 / 3 * len(trailers[0][1]) < 8192
-    back = _wire.error_from_status(grpc.StatusCode.ABORTED, text, trailers)
+    back = _status.error_from_status(grpc.StatusCode.ABORTED, text, trailers)
     assert "100000 bytes" in back.message
 
 
@@ -78,7 +78,7 @@ def test_long_error_text_is_cut_below_the_metadata_limit() -> None:
     ],
 )
 def test_oversize_status_names_side_size_and_limit(text: str, side: str) -> None:
-    error = _wire.error_from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+    error = _status.error_from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
     assert type(error) is errors.ResourceExhausted
     assert side in error.message
     assert (error.value, error.limit) == ("83 bytes", "64 bytes")

@@ -1,0 +1,1 @@
+"""Tests of the vLLM engine on its CPU build."""
