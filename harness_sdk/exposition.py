@@ -68,9 +68,8 @@ def exposed(
                     f"{name} of the {service}, by {label}",
                     labels=[*labels, label],
                 )
-                for name in counted:
-                    value_of_label = name.removeprefix(prefix)
-                    family.add_metric([*labels.values(), value_of_label], figures.pop(name))
+                for name, value in counted.items():
+                    family.add_metric([*labels.values(), name.removeprefix(prefix)], value)
                 yield family
             for name, value in figures.items():
                 family = core.GaugeMetricFamily(
