@@ -63,7 +63,8 @@ fuzz: $(TEST_STAMP) ## Fuzz every RPC, records, templates and configurations; FU
 chaos: $(TEST_STAMP) ## Kill every process of a run again and again, and cut its network.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/chaos
 
-soak: $(TEST_STAMP) ## Long random use of every engine.
+soak: $(TEST_STAMP) ## Half an hour of episodes under faults (SOAK=--help), then long random use of every engine.
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.soak $(SOAK)
 	$(BIN)/python -m pytest -m soak -s --ignore tests/chaos
 	$(BIN)/python -m pytest -m soak -s tests/vllm
 
