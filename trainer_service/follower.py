@@ -9,6 +9,7 @@ import torch
 
 from harness_sdk.errors import ConfigError
 from trainer_service.config import TrainerConfig
+from trainer_service.garbage import loaded_is_kept
 from trainer_service.optim import Optimizer
 from trainer_service.policy import Policy
 from trainer_service.ranks import Ranks
@@ -29,7 +30,8 @@ def follow(config: TrainerConfig, ranks: Ranks) -> None:
     optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
     copy_leader(policy, optimizer, ranks)
     log.info("process %d of %d follows", ranks.rank, ranks.size)
-    follow_steps(policy, optimizer, config, ranks)
+    with loaded_is_kept():
+        follow_steps(policy, optimizer, config, ranks)
 
 
 def copy_leader(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> None:

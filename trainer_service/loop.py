@@ -22,6 +22,7 @@ from trainer_service.bus import ControlBus
 from trainer_service.config import TrainerConfig
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
 from trainer_service.follower import copy_leader
+from trainer_service.garbage import loaded_is_kept
 from trainer_service.groups import GroupAssembler
 from trainer_service.metrics import report
 from trainer_service.origin import Origin
@@ -71,6 +72,7 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
         stack.enter_context(locked(config.folder))
         run = await asyncio.to_thread(RunState.load, config, ranks)
         await asyncio.to_thread(copy_leader, run.policy, run.optimizer, ranks)
+        stack.enter_context(loaded_is_kept())
         link = bus = None
         if config.batch.records is None or config.publishes:
             link = RedisLink(config.redis.url, patience_s=config.redis.patience_s)

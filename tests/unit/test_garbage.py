@@ -1,0 +1,29 @@
+"""Garbage collection around what is loaded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from trainer_service.garbage import loaded_is_kept
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_is_loaded_is_passed_over_until_the_end() -> None:
+    loaded = _Cycle()
+    before, kept = weakref.ref(loaded), gc.get_freeze_count()
+    with pytest.raises(ValueError, match="step"), loaded_is_kept():
+        assert gc.get_freeze_count() > kept + 1000
+        del loaded
+        fresh = weakref.ref(_Cycle())
+        gc.collect()
+        assert fresh() is None and before() is not None
+        raise ValueError("a step failed")
+    gc.collect()
+    assert (gc.get_freeze_count(), before()) == (0, None)
