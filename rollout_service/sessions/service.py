@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from harness_sdk.deltas import TokenDelta
@@ -30,6 +30,7 @@ from rollout_service.engine.base import Engine
 from rollout_service.sessions import branching, turns
 from rollout_service.sessions.admission import Admission, OnQueued
 from rollout_service.sessions.closing import Closing
+from rollout_service.sessions.emitting import emitted
 from rollout_service.sessions.episode import Episode, Service
 from rollout_service.sessions.forecast import Forecast
 from rollout_service.sessions.guardrails import Guardrails
@@ -45,6 +46,7 @@ from rollout_service.sessions.options import (
 from rollout_service.sessions.planning import TurnRequest
 from rollout_service.sessions.reading import whole_delta
 from rollout_service.sessions.records import build_record, stop_reason
+from rollout_service.sessions.replica_state import server_info, server_status
 from rollout_service.sessions.replies import (
     DoneReply,
     ForkReply,
@@ -175,7 +177,7 @@ class Sessions:
             with_events=with_events,
         )
         told = False
-        stream = _stream(
+        stream = emitted(
             lambda emit: episode.run(
                 call, "generate", lambda thread: turns.take_turn(episode, thread, request, emit)
             )
@@ -220,7 +222,7 @@ class Sessions:
                 remedy="give seconds, or 0 to wait without a limit",
             )
         told = False
-        stream = _stream(
+        stream = emitted(
             lambda emit: episode.run(
                 call,
                 "wait",
@@ -341,43 +343,16 @@ class Sessions:
 
     def info(self, max_message_bytes: int) -> ServerInfo:
         """What the handshake tells."""
-        engine = self._engine.info
-        return ServerInfo(
-            replica_id=self.options.replica_id,
-            run=self.options.run,
-            model=engine.model,
-            engine=engine.name,
-            max_message_bytes=max_message_bytes,
-            policy_versions=tuple(self._loaded_versions()),
-            max_positions=engine.max_positions,
-            limits=resolve_limits(self.options, Limits(), engine.max_positions).to_limits(),
-        )
+        return server_info(self._service, tuple(self._loaded_versions()), max_message_bytes)
 
     def status(self) -> ServerStatus:
         """The replica's state now."""
-        stats, engine = self._engine.stats(), self._engine.info
-        metrics = self._service.metrics.snapshot()
-        metrics["tokens/computed"] = float(stats.tokens_computed)
-        metrics["tokens/sampled"] = float(stats.tokens_sampled)
-        for cause, count in stats.tokens_recomputed.items():
-            metrics[f"tokens/recomputed_{cause}"] = float(count)
-        live = [t for e in self._episodes.values() for t in e.threads.values()]
-        return ServerStatus(
-            replica_id=self.options.replica_id,
-            run=self.options.run,
-            engine=engine.name,
-            model=engine.model,
-            open_episodes=len(self._episodes),
-            queued_episodes=self._admission.num_waiting,
-            live_threads=sum(not thread.status.is_final for thread in live),
-            resident_cursors=stats.resident_cursors,
-            recurrent_slots=stats.recurrent_slots,
-            tokens_resident=stats.tokens_resident,
-            tokens_capacity=stats.tokens_capacity,
-            kv_use=stats.kv_use,
+        return server_status(
+            self._service,
+            list(self._episodes.values()),
+            num_queued=self._admission.num_waiting,
             policy_versions=tuple(self._loaded_versions()),
             uptime_s=time.monotonic() - self._began_s,
-            metrics=metrics,
         )
 
     def episode(self, episode_id: str, owner: str | None = None) -> Episode:
@@ -463,26 +438,3 @@ class Sessions:
         episode.span.set(stop_reason=str(episode.closing), tokens=episode.num_tokens)
         episode.span.end()
         self._forecast.ended(episode.footprint())
-
-
-async def _stream(
-    start: Callable[[Callable[[Any], None]], Coroutine[Any, Any, Any]],
-) -> AsyncGenerator[Any, None]:
-    """What `start` emits as it happens, then what it returns; closing cancels it."""
-    events: asyncio.Queue[Any] = asyncio.Queue()
-    task = asyncio.ensure_future(start(events.put_nowait))
-
-    def ended(_: object) -> None:
-        # Retrieved here, for whoever is cancelled twice leaves before the end.
-        _ = task.cancelled() or task.exception()
-        events.put_nowait(None)
-
-    task.add_done_callback(ended)
-    try:
-        while (event := await events.get()) is not None:
-            yield event
-        yield task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
