@@ -131,7 +131,14 @@ async def serve(
 
 
 async def abort(context: Context, error: Exception) -> NoReturn:
-    """End a call with `error`, whole: the one place where errors become statuses."""
+    """End a call with `error`, whole: the one place where errors become statuses.
+
+    Raises:
+        CancelledError: The client has left; nobody is there to be told.
+    """
+    if isinstance(error, grpc.aio.InternalError):
+        # gRPC's word for a message that it could not send.
+        raise asyncio.CancelledError from error
     if not isinstance(error, HarnessError):
         logger.error("unexpected failure in a call", exc_info=error)
         error = EngineError(
@@ -140,7 +147,10 @@ async def abort(context: Context, error: Exception) -> NoReturn:
             remedy="report it with the service's log; the episode is where it was",
         )
     code, text, trailing = _status.error_to_status(error)
-    await context.abort(code, text, trailing)
+    try:
+        await context.abort(code, text, trailing)
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
     raise AssertionError("abort raises")
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -33,7 +33,7 @@ from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from rollout_service.access import Access
 from rollout_service.engine.dry import DRY_INFO
 from rollout_service.engine.transformers import TransformersEngine
-from rollout_service.server import serve
+from rollout_service.server import abort, serve
 from rollout_service.sessions import SessionOptions
 from tests.service.served import Served, failure, served
 from tests.session_cases import CHAT, LOOK, ScriptedEngine, tool_call
@@ -219,6 +219,19 @@ async def test_an_unexpected_failure_does_not_end_the_server(dry: Served) -> Non
     assert status is grpc.StatusCode.INTERNAL and error.value == "ZeroDivisionError"
     dry.sessions.status = broken  # type: ignore[method-assign]
     assert (await dry.stub.Status(pb.StatusRequest())).open_episodes == 1
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), grpc.aio.InternalError("not sent")])
+async def test_a_client_that_left_is_told_nothing_and_leaves_no_error_in_the_log(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone:
+        async def abort(self, *status: object) -> None:
+            raise grpc.aio.InternalError("not sent")
+
+    with pytest.raises(asyncio.CancelledError):
+        await abort(cast(Any, Gone()), error)
+    assert not caplog.records
 
 
 async def test_a_cancelled_turn_stops_the_engine_and_keeps_the_head(tiny: Served) -> None:
