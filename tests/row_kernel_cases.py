@@ -33,8 +33,8 @@ def errors_of(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     rows, width = (int(each) for each in shape.split("x"))
     if kind == "logprob":
         return _logprob_errors(rows, width, device, dtype)
-    from tree_kernels.rms_norm.triton import fused_rms_norm
-    from tree_kernels.swiglu.triton import fused_swiglu
+    from tree_kernels.rms_norm.function import fused_rms_norm
+    from tree_kernels.swiglu.function import fused_swiglu
 
     generator = torch.Generator().manual_seed(rows)
     x, gate, weight = (

@@ -33,6 +33,6 @@ def rms_norm(
     if x.device.type != "cuda" or x.dtype == torch.float64:
         return naive_rms_norm(x, weight, gate, eps)
     # Triton does not come with PyTorch's builds for the CPU.
-    from tree_kernels.rms_norm.triton import fused_rms_norm
+    from tree_kernels.rms_norm.function import fused_rms_norm
 
     return fused_rms_norm(x, weight, gate, eps)

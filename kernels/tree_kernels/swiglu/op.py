@@ -20,6 +20,6 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.device.type != "cuda" or gate.dtype == torch.float64:
         return F.silu(gate) * up
     # Triton does not come with PyTorch's builds for the CPU.
-    from tree_kernels.swiglu.triton import fused_swiglu
+    from tree_kernels.swiglu.function import fused_swiglu
 
     return fused_swiglu(gate, up)

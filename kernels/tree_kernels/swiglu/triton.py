@@ -1,17 +1,11 @@
 """Triton kernels of the gated activation, element by element."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-
-_BLOCK = 4096
 
 
 @triton.jit
@@ -38,31 +32,3 @@ def swiglu_bwd_kernel(gate, up, grad_out, grad_gate, grad_up, N, BLOCK: tl.const
     tl.store(grad_gate + place, by_gate.to(grad_gate.dtype.element_ty), mask=mask)
     by_up = slope * g * sigmoid
     tl.store(grad_up + place, by_up.to(grad_up.dtype.element_ty), mask=mask)
-
-
-def fused_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """See `op.swiglu`."""
-    return _Swiglu.apply(gate, up)
-
-
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate)
-        _launch(swiglu_fwd_kernel, gate, up, out)
-        ctx.save_for_backward(gate, up)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        _launch(swiglu_bwd_kernel, gate, up, grads[0].contiguous(), grad_gate, grad_up)
-        return grad_gate, grad_up
-
-
-def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
-    count = tensors[0].numel()
-    if count:
-        kernel[(triton.cdiv(count, _BLOCK),)](*tensors, count, BLOCK=_BLOCK, num_warps=8)
