@@ -165,7 +165,8 @@ class RedisOptions(Options):
     """The stream of episodes."""
 
     url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
-    """Address of Redis or Valkey; unset keeps no episodes."""
+    """Address of Redis or Valkey, rediss:// for TLS, ?ssl_ca_certs=FILE for an authority of yours;
+    unset keeps no episodes."""
     max_buffered_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
     """Records held while Redis is away; past it closing an episode waits."""
     trim_every: int = Field(default=64, ge=1)
@@ -176,7 +177,8 @@ class MqttOptions(Options):
     """The control bus."""
 
     url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
-    """Address of the broker; unset serves version 0 alone."""
+    """Address of the broker, mqtts:// for TLS, ?ssl_ca_certs=FILE for an authority of yours; unset
+    serves version 0 alone."""
 
 
 class AdapterOptions(Options):

@@ -180,7 +180,7 @@ class RedisOptions(Options):
     url: str = Field(
         default="redis://127.0.0.1:6379", json_schema_extra={"env": "OCTOPUS_REDIS_URL"}
     )
-    """Address of Redis or Valkey."""
+    """Address of Redis or Valkey, rediss:// for TLS; ?ssl_ca_certs=FILE is an authority of yours."""
     consumer: str = "trainer-0"
     """Name in the consumer group; a restarted trainer keeps it."""
     patience_s: float = Field(default=300.0, gt=0)
@@ -193,7 +193,7 @@ class MqttOptions(Options):
     """The control bus."""
 
     url: str = Field(default="mqtt://127.0.0.1:1883", json_schema_extra={"env": "OCTOPUS_MQTT_URL"})
-    """Address of the broker."""
+    """Address of the broker; mqtts:// for TLS, ?ssl_ca_certs=FILE for an authority of yours."""
     patience_s: float = Field(default=60.0, gt=0)
     """Seconds without the broker that stop the trainer."""
 

@@ -192,6 +192,9 @@ def test_dockerfile_copies_what_it_installs_and_runs_as_nobody() -> None:
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         for path in source.split():
             assert (ROOT / path).exists(), path
+    (torch,) = re.findall(r"torch==\S+", text)
+    assert torch in (ROOT / "constraints.txt").read_text().split()
+    assert "--constraint constraints.txt" in text
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[2:]
     assert [re.search(r" AS (\w+)", stage)[1] for stage in stages] == ["cpu", "cuda"]  # type: ignore[index]
     for stage in stages:
