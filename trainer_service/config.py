@@ -180,7 +180,7 @@ class RedisOptions(Options):
     url: str = Field(
         default="redis://127.0.0.1:6379", json_schema_extra={"env": "OCTOPUS_REDIS_URL"}
     )
-    """Address of Redis or Valkey, rediss:// for TLS; ?ssl_ca_certs=FILE is an authority of yours."""
+    """Address of Redis or Valkey, rediss:// for TLS; ?ssl_ca_certs=FILE names an authority."""
     consumer: str = "trainer-0"
     """Name in the consumer group; a restarted trainer keeps it."""
     patience_s: float = Field(default=300.0, gt=0)
