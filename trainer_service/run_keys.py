@@ -5,18 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from harness_sdk import control
 from harness_sdk.errors import ConfigError
 from trainer_service.stream import RedisLink
-
-# A runner counts a permit as taken first and compares then: either it sees the lower number and
-# gives its own back, or it was counted in.
-_WITHHOLD = """
-local granted = tonumber(redis.call('HGET', KEYS[1], 'granted') or 0)
-local taken = tonumber(redis.call('HGET', KEYS[1], 'taken') or 0)
-if granted > taken then redis.call('HSET', KEYS[1], 'granted', taken) end
-"""
 
 MAX_STEPS = 4096
 """Steps whose figures Redis keeps, about 2 kB each."""
@@ -81,7 +74,16 @@ async def grant_permits(
 async def withhold_permits(link: RedisLink, run: str) -> None:
     """Take back what was granted and is not taken yet; the next grant gives it again."""
     key = control.permits_key(run)
-    await link.call(lambda: link.client.eval(_WITHHOLD, 1, key))
+
+    async def withhold(pipe: Any) -> None:
+        granted, taken = (int(each or 0) for each in await pipe.hmget(key, "granted", "taken"))
+        pipe.multi()
+        if granted > taken:
+            pipe.hset(key, "granted", taken)
+
+    # Watched: a runner counts a permit as taken first and compares then, so either it sees the
+    # lower number and gives its own back, or it was counted in. No script: nobody may send one.
+    await link.call(lambda: link.client.transaction(withhold, key))
 
 
 async def permits(link: RedisLink, run: str) -> tuple[int, int]:

@@ -48,6 +48,7 @@ from trainer_service.run_keys import (
     permits,
     send_figures,
     upload_adapter,
+    withhold_permits,
 )
 from trainer_service.stream import EpisodeStream as TrainerStream
 from trainer_service.stream import RedisLink
@@ -119,6 +120,8 @@ async def test_every_service_does_its_work_as_its_own_user(
         async with redis_permits(urls["agent"], RUN, group_size=2) as taking:
             await taking.take()
             assert await taking.counts() == (1, 1)
+        await grant_permits(link, RUN, 3, 2)
+        await withhold_permits(link, RUN)
         assert await permits(link, RUN) == (1, 1)
         state = await read_stream_state(urls["monitor"], RUN)
         assert (state.length, state.pending) == (1, 0)

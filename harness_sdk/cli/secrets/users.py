@@ -16,8 +16,8 @@ REDIS_RULES = {
     " +xadd +xtrim +get +strlen +hmget +hstrlen"
     " (%R~octopus:{run}:episodes -@all +xinfo|groups +xpending)",
     "trainer": "~octopus:{run}:*"
-    " {look} +set +del +hset +hdel +hincrby +lpush +ltrim +multi +exec +discard +xadd +xack +xdel"
-    " +xtrim +xgroup|create +xreadgroup +xpending +xclaim",
+    " {look} +set +del +hset +hdel +hincrby +lpush +ltrim +multi +exec +discard +watch +unwatch"
+    " +xadd +xack +xdel +xtrim +xgroup|create +xreadgroup +xpending +xclaim",
     # A runner counts groups; it neither writes episodes nor reads any.
     "agent": "~octopus:{run}:permits ~octopus:{run}:permits:wake"
     " +hget +hmget +hgetall +hincrby +blpop",
