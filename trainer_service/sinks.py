@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from harness_sdk.cli.settings import render_config
 from harness_sdk.errors import ConfigError
 from harness_sdk.exposition import exposed
 from trainer_service.config import TrainerConfig
@@ -75,7 +77,7 @@ def _wandb(config: TrainerConfig, project: str) -> Iterator[Sink]:
     try:
         run = wandb.init(
             project=project, id=config.run, name=config.run, resume="allow",
-            dir=str(config.folder), config=config.model_dump(mode="json"),
+            dir=str(config.folder), config=json.loads(render_config(config, "json")),
         )  # fmt: skip
     # Its errors have no common base: no login, no network, a project that is not ours.
     except Exception as error:

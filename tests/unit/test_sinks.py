@@ -15,7 +15,7 @@ import pytest
 
 from harness_sdk.errors import ConfigError
 from harness_sdk.exposition import exposed, metric_name
-from trainer_service.config import TrainerConfig
+from trainer_service.config import RedisOptions, TrainerConfig
 from trainer_service.sinks import open_sinks, opened_sinks
 
 
@@ -123,10 +123,14 @@ def test_wandb_goes_on_with_the_run_of_that_name(
     fake = types.ModuleType("wandb")
     fake.__dict__["init"] = init
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with open_sinks(_config(tmp_path, wandb_project="p")) as (sink,):
+    url = RedisOptions(url="redis://u:no-ones-business@h")
+    config = _config(tmp_path, wandb_project="p").model_copy(update={"redis": url})
+    with open_sinks(config) as (sink,):
         sink(3, {"reward/mean": 0.5})
     assert (given["project"], given["id"], given["resume"]) == ("p", "r", "allow")
     assert given["config"]["batch"]["group_size"] == 8
+    assert given["config"]["redis"]["url"] == "redis://u:**********@h"
+    assert "no-ones-business" not in str(given)
     assert (logged, ended) == ([(3, {"reward/mean": 0.5})], [True])
 
 
