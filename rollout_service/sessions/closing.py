@@ -88,7 +88,8 @@ class Closing:
             num_nodes=len(record.nodes),
             num_tokens=record.num_tokens,
         )
-        reply = self.replies[episode.episode_id] = CloseReply(result=result, key=key)
+        reply = CloseReply(result=result, key=key, owner=episode.request.owner)
+        self.replies[episode.episode_id] = reply
         while len(self.replies) > self._service.options.max_closed:
             self.replies.popitem(last=False)
         self._on_closed(episode)

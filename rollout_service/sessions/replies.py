@@ -106,3 +106,5 @@ class CloseReply:
 
     result: EpisodeResult
     key: str
+    owner: str
+    """Whose the episode was."""

@@ -48,6 +48,7 @@ from rollout_service.sessions.reading import whole_delta
 from rollout_service.sessions.records import build_record, stop_reason
 from rollout_service.sessions.replica_state import server_info, server_status
 from rollout_service.sessions.replies import (
+    CloseReply,
     DoneReply,
     ForkReply,
     Opened,
@@ -278,7 +279,7 @@ class Sessions:
                 remedy="scale the score, or leave it out where there is none",
                 episode_id=episode_id,
             )
-        before = self._closing.replies.get(episode_id)
+        before = self._closed(episode_id, owner)
         if before is not None and idempotency_key and before.key == idempotency_key:
             return before.result
         episode = self.episode(episode_id, owner)
@@ -370,7 +371,7 @@ class Sessions:
             return episode
         if self._failure is not None:
             raise self._failure.copy()
-        before = self._closing.replies.get(episode_id)
+        before = self._closed(episode_id, owner)
         raise EpisodeNotFound(
             "the episode is closed" if before is not None else "no such episode on this replica",
             value=episode_id or "no id",
@@ -378,6 +379,11 @@ class Sessions:
             remedy="open a new episode",
             episode_id=episode_id,
         )
+
+    def _closed(self, episode_id: str, owner: str | None) -> CloseReply | None:
+        """How an episode that `owner` reaches ended; None where that is not known."""
+        reply = self._closing.replies.get(episode_id)
+        return reply if reply is not None and owner in (None, reply.owner) else None
 
     async def _run(
         self, call: Call, action: str, operation: Callable[..., Awaitable[T]], *args: Any

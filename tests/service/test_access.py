@@ -80,6 +80,18 @@ async def test_an_agent_does_not_find_anothers_episode() -> None:
         assert "used before" in str(error)
 
 
+async def test_an_agent_does_not_learn_how_anothers_episode_ended() -> None:
+    async with served(ScriptedEngine(), access=ACCESS) as running:
+        await opened(running, "alice", episode_id="e")
+        close = pb.CloseEpisodeRequest(episode_id="e", idempotency_key="k")
+        mine = await running.stub.CloseEpisode(close, metadata=bearer("alice"))
+        for _ in range(2):
+            _, error = await failure(running.stub.CloseEpisode(close, metadata=bearer("bob")))
+            assert isinstance(error, EpisodeNotFound) and "closed" not in str(error)
+        for name in ("alice", "root"):
+            assert await running.stub.CloseEpisode(close, metadata=bearer(name)) == mine
+
+
 async def test_an_agent_reaches_its_own_episode_and_an_administrator_every_one() -> None:
     async with served(ScriptedEngine(), access=ACCESS) as running:
         for name in ("alice", "root"):
