@@ -13,7 +13,8 @@ import torch
 
 from rollout_service.engine.vllm import worker
 from rollout_service.engine.vllm.copies import COPIES_ATTRIBUTE
-from rollout_service.engine.vllm.scheduler import AheadCursorScheduler, plan_of
+from rollout_service.engine.vllm.kv_manager import plan_of
+from rollout_service.engine.vllm.scheduler import AheadCursorScheduler
 from rollout_service.engine.vllm.seams import add_utility
 
 TAKE_TIMES = "octopus_bench_times"

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan, plan_from_wire
-from rollout_service.engine.vllm.registry import CursorRegistry, Group
+from rollout_service.engine.vllm.registry import CursorRegistry
+from rollout_service.engine.vllm.residency import Group
 
 PAGE = 4
 

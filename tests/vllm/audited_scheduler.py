@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from rollout_service.engine.vllm.scheduler import AheadCursorScheduler, plan_of
+from rollout_service.engine.vllm.kv_manager import plan_of
+from rollout_service.engine.vllm.scheduler import AheadCursorScheduler
 from rollout_service.engine.vllm.seams import add_utility
 from tests.vllm.audit import AUDIT
 
