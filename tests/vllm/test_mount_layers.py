@@ -16,6 +16,7 @@ from harness_sdk.errors import ConfigError
 from rollout_service.cursors import Cursor
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.engine.vllm import VllmEngine
+from rollout_service.engine.vllm.starting import StepUse
 from tests.engine_cases import Play, span
 from tests.reference import Reference
 from tests.vllm.conftest import Served, serve
@@ -206,15 +207,19 @@ async def _taken(engine: VllmEngine, call: Awaitable[object], *, at_most: bool =
     builder = engine._builder
     assert builder is not None
     client, lowest = builder.client, []
+    told = asyncio.Event()
 
-    def on_step(kv_use: float) -> None:
+    def on_step(_: StepUse, kv_use: float) -> None:
         lowest.append(round(client.use.total * (1 - kv_use)))
+        told.set()
 
     await client.command("usage")
     before = client.use.free
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "on_step", on_step)
+        patch.setattr(StepUse, "__call__", on_step)
         await call
+        # A step is told of behind what it gives out.
+        async with asyncio.timeout(10):
+            await told.wait()
     await client.command("usage")
-    assert lowest
     return before - (min(lowest) if at_most else client.use.free)
