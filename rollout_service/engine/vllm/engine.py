@@ -17,6 +17,7 @@ from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.footing import hides_mounts
 from rollout_service.engine.vllm.launch import has_tokenizer
+from rollout_service.engine.vllm.limits import check_prompt, shortest_prompt
 from rollout_service.engine.vllm.process import EngineProcess
 from rollout_service.engine.vllm.starting import (
     EngineOptions,
@@ -100,6 +101,7 @@ class VllmEngine:
         self._adapters: Adapters | None = None
         self._running: Counter[int] = Counter()
         self._tokens_sampled = 0
+        self._shortest_prompt = shortest_prompt(model_path, device)
 
     @property
     def info(self) -> EngineInfo:
@@ -166,6 +168,7 @@ class VllmEngine:
             sampled=tuple(index >= first for index in range(len(tokens))),
         )
         self._check(cursor)
+        check_prompt(cursor, self._shortest_prompt, is_scored=score_from is not None)
         with self._request(policy_version):
             if score_from is None:
                 await builder.extend(policy_version, cursor)
@@ -251,6 +254,7 @@ class VllmEngine:
         builder = self._serving(policy_version)
         cursor = child_cursor(None, tuple(token_ids), mounts=(), policy_version=policy_version)
         self._check(cursor)
+        check_prompt(cursor, self._shortest_prompt, is_scored=True)
         with self._request(policy_version):
             return await builder.score(policy_version, cursor, 1, keep=False)
 
