@@ -52,7 +52,7 @@ async def test_run_goes_on_where_each_part_is_killed_once(tmp_path: Path) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-async def test_two_hundred_steps_with_a_kill_every_twenty_learn_as_the_undisturbed_run(
+async def test_two_hundred_steps_with_a_kill_every_twenty_end_as_the_undisturbed_run(
     tmp_path: Path,
 ) -> None:
     steps, lag = 200, 2
@@ -76,7 +76,6 @@ async def test_two_hundred_steps_with_a_kill_every_twenty_learn_as_the_undisturb
                 f"{len(world.told.outcomes)} episodes, {failed} failed; RSS in MB "
                 + ", ".join(f"{k} {v[0]:.0f} to {v[-1]:.0f}" for k, v in world.rss_mb.items())
             )
-            assert statistics.fmean(ends[-1]) > start + 0.1, "it learns"
             _check_memory(world)
     calm_end, storm_end = map(statistics.fmean, ends)
     noise = statistics.stdev(ends[0]) / len(ends[0]) ** 0.5
