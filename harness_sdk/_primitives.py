@@ -70,12 +70,12 @@ async def call_primitive(thread: Thread, call: ToolCall, on_fork: Callable[[Thre
     arguments = coerce(_spelled_out(call), _ARGUMENTS[call.name], call.name)
     match arguments:
         case _Fork(branches):
-            for child in (await thread.fork(branches, tool_call_id=call.call_id)).values():
+            for child in (await thread.fork(branches)).values():
                 on_fork(child)
         case _Wait(branches):
-            await thread.wait(branches, tool_call_id=call.call_id)
+            await thread.wait(branches)
         case _ReadThread(branch, steps):
-            await thread.read_thread(branch, steps, tool_call_id=call.call_id)
+            await thread.read_thread(branch, steps)
         case _Rewind(step, note):
             await thread.rewind(step, note=note)
             return False

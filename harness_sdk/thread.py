@@ -181,7 +181,6 @@ class Thread:
         branches: Mapping[str, str],
         *,
         run: Callable[[Thread], Coroutine[Any, Any, Any]] | None = None,
-        tool_call_id: str = "",
     ) -> dict[str, Thread]:
         """Branch after the last turn: one child a name, each with its sub-task.
 
@@ -189,7 +188,6 @@ class Thread:
             branches: Name -> prompt.
             run: Called with each child; its coroutine becomes a task of the episode, as with
                 `child.spawn`.
-            tool_call_id: The model's call that this answers.
 
         Raises:
             BudgetExhausted: Too many threads, too deep, or a budget does not allow it.
@@ -199,7 +197,6 @@ class Thread:
             branches=[
                 pb.Branch(thread_id=name, prompt=prompt) for name, prompt in branches.items()
             ],
-            tool_call_id=tool_call_id,
         )
 
         async def send() -> dict[str, Thread]:
@@ -236,15 +233,12 @@ class Thread:
         await self._cancelled(reply.cancelled_threads)
         return _wire.rewind_result_from_proto(reply)
 
-    async def read_thread(
-        self, branch: str | Thread, steps: tuple[int, int], *, tool_call_id: str = ""
-    ) -> ReadResult:
+    async def read_thread(self, branch: str | Thread, steps: tuple[int, int]) -> ReadResult:
         """Make steps `a..b` of another thread visible to this one, without copying them.
 
         Args:
             branch: A thread, its id, or the name of one of this thread's children.
             steps: First and last step; clamped to the source's finished ones.
-            tool_call_id: The model's call that this answers.
 
         Raises:
             ThreadNotFound: No such thread.
@@ -256,7 +250,6 @@ class Thread:
             branch=source,
             first_step=first,
             last_step=last,
-            tool_call_id=tool_call_id,
         )
 
         async def send() -> ReadResult:
@@ -274,7 +267,6 @@ class Thread:
         *,
         timeout_s: float | None = None,
         on_ended: Callable[[BranchResult], None] | None = None,
-        tool_call_id: str = "",
     ) -> list[BranchResult]:
         """Suspend until the branches have ended, and tell the model how.
 
@@ -284,12 +276,10 @@ class Thread:
             branches: Descendants: threads, their ids, or children's names; None: every child.
             timeout_s: Give up after this many seconds on those that still run; None: never.
             on_ended: Called with each result as it arrives, before the whole is complete.
-            tool_call_id: The model's call that this answers.
         """
         request = pb.WaitRequest(
             branches=[self._resolve(branch) for branch in branches or ()],
             timeout_s=timeout_s or 0.0,
-            tool_call_id=tool_call_id,
         )
         call_s = self._session.timeouts.call_s
         deadline_s = None if timeout_s is None or call_s is None else timeout_s + call_s

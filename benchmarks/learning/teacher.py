@@ -80,14 +80,14 @@ async def play(episode: Any, task: VaultTask, script: Script, variant: Variant) 
 
 
 async def _lead(root: _Actor, task: VaultTask, script: Script) -> str:
-    turn = await root.turn("fork", branches=SUBTASKS)
-    children = await root.thread.fork(SUBTASKS, tool_call_id=_call_id(turn))
+    await root.turn("fork", branches=SUBTASKS)
+    children = await root.thread.fork(SUBTASKS)
     finder, opener = (root.worker(children[name]) for name in (FINDER, OPENER))
     async with asyncio.TaskGroup() as group:
         group.create_task(_find(finder, task, script))
         opening = group.create_task(_open(opener, task, script))
-        turn = await root.turn("wait")
-        await root.thread.wait(tool_call_id=_call_id(turn))
+        await root.turn("wait")
+        await root.thread.wait()
     answer = opening.result()
     if not script.replies_plainly:
         return await root.done(answer)
@@ -173,7 +173,7 @@ class _Actor:
         if self.variant.copies_text:
             self._see(turn, self.world.copy(branch, STEPS))
         else:
-            await self.thread.read_thread(branch, STEPS, tool_call_id=_call_id(turn))
+            await self.thread.read_thread(branch, STEPS)
 
     async def rewind(self, note: str = "") -> None:
         """Go back to the beginning."""
@@ -210,7 +210,3 @@ class _Actor:
         self._messages = Message(
             role="tool", content=content, name=call.name, tool_call_id=call.call_id
         )
-
-
-def _call_id(turn: Turn) -> str:
-    return turn.tool_calls[0].call_id

@@ -38,16 +38,12 @@ class DryThread:
             demonstration=demonstration,
         )
 
-    async def fork(
-        self, branches: Mapping[str, str], *, tool_call_id: str = ""
-    ) -> dict[str, DryThread]:
+    async def fork(self, branches: Mapping[str, str]) -> dict[str, DryThread]:
         """One child a name."""
         reply = await self._episode.sessions.fork(self._call, branches)
         return {t.thread_id: DryThread(self._episode, t.thread_id) for t in reply.threads}
 
-    async def read_thread(
-        self, branch: str, steps: tuple[int, int], *, tool_call_id: str = ""
-    ) -> None:
+    async def read_thread(self, branch: str, steps: tuple[int, int]) -> None:
         """Mount a peer's steps."""
         await self._episode.sessions.read_thread(self._call, branch, *steps)
 
@@ -55,7 +51,7 @@ class DryThread:
         """Go back to an earlier step."""
         await self._episode.sessions.rewind(self._call, step, note)
 
-    async def wait(self, *, tool_call_id: str = "") -> list[BranchResult]:
+    async def wait(self) -> list[BranchResult]:
         """Until every child has ended."""
         async for event in self._episode.sessions.wait(self._call):
             if isinstance(event, WaitReply):

@@ -63,15 +63,15 @@ async def play(episode: Any, task: RelayTask, script: Script) -> str:
         )
         await root.done(script.guess)
         return script.guess
-    turn = await root.generate(
+    await root.generate(
         task.question, tools=vault.tools, demonstration=call_text("fork", branches=SUBTASKS)
     )
-    children = await root.fork(SUBTASKS, tool_call_id=_call_id(turn))
+    children = await root.fork(SUBTASKS)
     async with asyncio.TaskGroup() as group:
         group.create_task(_find(children[FINDER], vault, task))
         group.create_task(_open(children[OPENER], vault, task, script))
-        turn = await root.generate(demonstration=call_text("wait"))
-        results = await root.wait(tool_call_id=_call_id(turn))
+        await root.generate(demonstration=call_text("wait"))
+        results = await root.wait()
     answer = next(result.answer for result in results if result.thread_id == OPENER)
     await _done(root, (), answer)
     return answer
@@ -91,8 +91,8 @@ async def _open(thread: Any, vault: Vault, task: RelayTask, script: Script) -> N
     if script.strategy == "relay":
         code = task.code
         demonstration = call_text("read_thread", branch=FINDER, steps=[1, 1])
-        turn = await thread.generate(seen, demonstration=demonstration)
-        await thread.read_thread(FINDER, (1, 1), tool_call_id=_call_id(turn))
+        await thread.generate(seen, demonstration=demonstration)
+        await thread.read_thread(FINDER, (1, 1))
         seen = ()
     turn = await thread.generate(seen, demonstration=call_text("open", code=code))
     result = vault.open(thread.thread_id, code)
@@ -118,7 +118,3 @@ def call_text(name: str, **arguments: Any) -> str:
 def _observation(turn: Turn, content: str) -> Message:
     call = turn.tool_calls[0]
     return Message(role="tool", content=content, name=call.name, tool_call_id=call.call_id)
-
-
-def _call_id(turn: Turn) -> str:
-    return turn.tool_calls[0].call_id

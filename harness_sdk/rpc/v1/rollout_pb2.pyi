@@ -281,14 +281,12 @@ class Branch(_message.Message):
     def __init__(self, thread_id: _Optional[str] = ..., prompt: _Optional[str] = ...) -> None: ...
 
 class ForkRequest(_message.Message):
-    __slots__ = ("call", "branches", "tool_call_id")
+    __slots__ = ("call", "branches")
     CALL_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     call: CallContext
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
-    tool_call_id: str
-    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
 
 class ForkReply(_message.Message):
     __slots__ = ("head", "threads", "budget")
@@ -333,18 +331,16 @@ class RewindReply(_message.Message):
     def __init__(self, head: _Optional[int] = ..., step: _Optional[int] = ..., tokens_returned: _Optional[int] = ..., cancelled_threads: _Optional[_Iterable[str]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ...) -> None: ...
 
 class ReadThreadRequest(_message.Message):
-    __slots__ = ("call", "branch", "first_step", "last_step", "tool_call_id")
+    __slots__ = ("call", "branch", "first_step", "last_step")
     CALL_FIELD_NUMBER: _ClassVar[int]
     BRANCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     call: CallContext
     branch: str
     first_step: int
     last_step: int
-    tool_call_id: str
-    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., branch: _Optional[str] = ..., first_step: _Optional[int] = ..., last_step: _Optional[int] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., branch: _Optional[str] = ..., first_step: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
 
 class ReadThreadReply(_message.Message):
     __slots__ = ("head", "first_step", "last_step", "tokens_mounted", "next_position", "stub", "budget")
@@ -365,16 +361,14 @@ class ReadThreadReply(_message.Message):
     def __init__(self, head: _Optional[int] = ..., first_step: _Optional[int] = ..., last_step: _Optional[int] = ..., tokens_mounted: _Optional[int] = ..., next_position: _Optional[int] = ..., stub: _Optional[str] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
-    __slots__ = ("call", "branches", "tool_call_id", "timeout_s")
+    __slots__ = ("call", "branches", "timeout_s")
     CALL_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     call: CallContext
     branches: _containers.RepeatedScalarFieldContainer[str]
-    tool_call_id: str
     timeout_s: float
-    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., branches: _Optional[_Iterable[str]] = ..., tool_call_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[CallContext, _Mapping]] = ..., branches: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class WaitEvent(_message.Message):
     __slots__ = ("ended", "reply")
