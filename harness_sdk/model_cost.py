@@ -81,7 +81,7 @@ def read_model_cost(path: Path) -> ModelCost:
         raise ConfigError(
             "the configuration tells no cost",
             value=f"{config.get('model_type')} without {error}",
-            limit="llama, qwen3, qwen3_5, qwen3_next, granitemoehybrid and their mixtures",
+            limit="llama, qwen2, qwen3, qwen3_5, qwen3_next, granitemoehybrid and their mixtures",
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("qwen3_5", "qwen3", "llama", "granitemoehybrid")
+FAMILIES = ("qwen3_5", "qwen3", "qwen2", "llama", "granitemoehybrid")
 
 LORA_TARGETS: dict[str, list[str]] = {
     "qwen3_5": [
@@ -13,6 +13,7 @@ LORA_TARGETS: dict[str, list[str]] = {
         "in_proj_qkv", "in_proj_z", "out_proj",
     ],
     "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "qwen2": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "granitemoehybrid": ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"],
 }  # fmt: skip
@@ -56,6 +57,13 @@ def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0) -> Any:
     if family == "qwen3":
         config = hf.Qwen3Config(**common, num_hidden_layers=8, head_dim=16)
         return hf.Qwen3ForCausalLM(config).float().eval()
+    if family == "qwen2":
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**common, num_hidden_layers=4)).float().eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                # Hugging Face begins them at 0, where nobody would miss them.
+                torch.nn.init.normal_(parameter, std=0.2)
+        return model
     if family == "llama":
         config = hf.LlamaConfig(**common, num_hidden_layers=8)
         return hf.LlamaForCausalLM(config).float().eval()

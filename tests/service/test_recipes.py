@@ -51,14 +51,14 @@ assert (good.name, dict(good.arguments), good.error) == ("look", {"q": ">>"}, ""
 assert "<<call NAME|{...}>>" in bad.error
 
 torch.manual_seed(0)
-config = transformers.Qwen2Config(
+config = transformers.Olmo2Config(
     vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
     num_attention_heads=4, num_key_value_heads=2,
 )
-transformers.Qwen2ForCausalLM(config).float().eval().save_pretrained("model")
+transformers.Olmo2ForCausalLM(config).float().eval().save_pretrained("model")
 policy = load_policy(Path("model"))
 assert_equal_to_paths(
-    policy, records_for(policy, 0)[:1], Path("model"), Path("lora"), dtype="float32", family="qwen2"
+    policy, records_for(policy, 0)[:1], Path("model"), Path("lora"), dtype="float32", family="olmo2"
 )
 """
 

@@ -44,6 +44,7 @@ def test_kernels_equal_float64(report: dict[str, Any], name: str) -> None:
     ("family", "classes"),
     [
         ("llama", {"LlamaRMSNorm", "LlamaMLP"}),
+        ("qwen2", {"Qwen2RMSNorm", "Qwen2MLP"}),
         ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP"}),
         ("granitemoehybrid", {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridRMSNormGated"}),
         ("qwen3_5", {"Qwen3_5RMSNorm", "Qwen3_5RMSNormGated", "Qwen3_5MLP"}),

@@ -26,7 +26,7 @@ def use_fused(model: nn.Module) -> None:
 
 
 def _plain_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Llama's and Qwen3's, and Granite's: `weight * norm(x)`."""
+    """Llama's, Qwen2's, Qwen3's and Granite's: `weight * norm(x)`."""
     if not _runs_fused(x, self.weight):
         return type(self).forward(self, x)
     return rms_norm(x, self.weight, eps=self.variance_epsilon)
@@ -67,7 +67,14 @@ def _runs_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(
-        ("LlamaRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "GraniteMoeHybridRMSNorm"), _plain_norm
+        (
+            "LlamaRMSNorm",
+            "Qwen2RMSNorm",
+            "Qwen3RMSNorm",
+            "Qwen3MoeRMSNorm",
+            "GraniteMoeHybridRMSNorm",
+        ),
+        _plain_norm,
     ),
     **dict.fromkeys(
         ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"), _zero_centred_norm
@@ -76,6 +83,6 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
         ("Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "Qwen3NextRMSNormGated"), _gated_norm
     ),
     "GraniteMoeHybridRMSNormGated": _norm_of_gated,
-    **dict.fromkeys(("LlamaMLP", "Qwen3MLP", "Qwen3_5MLP"), _feed_forward),
+    **dict.fromkeys(("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3_5MLP"), _feed_forward),
 }
 """By the module's class."""

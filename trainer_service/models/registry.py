@@ -38,6 +38,7 @@ class ModelHooks:
 
 _MODELS: dict[str, ModelHooks] = {
     "llama": ModelHooks(lora_targets=_DENSE, row_modules=("LlamaMLP",)),
+    "qwen2": ModelHooks(lora_targets=_DENSE, row_modules=("Qwen2MLP",)),
     "qwen3": ModelHooks(lora_targets=_DENSE, row_modules=("Qwen3MLP",)),
     # Mixtures of experts: attention (and DeltaNet) alone, the router stays as it is.
     "qwen3_moe": ModelHooks(lora_targets=_ATTENTION),
