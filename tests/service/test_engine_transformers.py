@@ -199,7 +199,10 @@ async def test_versions_take_turns(
 
 
 async def test_mount_layers_are_chosen_and_checked(model_folder: Callable[[str], Path]) -> None:
-    expected = {"qwen3_5": (2, 5), "granitemoehybrid": (1, 3), "llama": (3, 4), "qwen3": (3, 4)}
+    expected = {
+        "qwen3_5": (2, 5), "granitemoehybrid": (1, 3), "llama": (3, 4), "qwen3": (3, 4),
+        "qwen2": (1,),
+    }  # fmt: skip
     for family, layers in expected.items():
         engine = TransformersEngine(str(model_folder(family)))
         await engine.start()
@@ -221,21 +224,16 @@ async def test_mount_layers_are_chosen_and_checked(model_folder: Callable[[str],
 async def test_models_and_dtypes_that_cannot_be_served_are_refused(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    config = hf.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        use_sliding_window=True,
-        sliding_window=8,
-        max_window_layers=1,
-    )
-    hf.Qwen3ForCausalLM(config).save_pretrained(str(tmp_path))
-    with pytest.raises(ConfigError, match="full attention only; got sliding_attention"):
-        await TransformersEngine(str(tmp_path)).start()
+    sizes: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8,
+    }  # fmt: skip
+    some = hf.Qwen3Config(**sizes, use_sliding_window=True, max_window_layers=1)
+    hf.Qwen3ForCausalLM(some).save_pretrained(str(tmp_path / "some"))
+    hf.MistralForCausalLM(hf.MistralConfig(**sizes)).save_pretrained(str(tmp_path / "all"))
+    for folder in ("some", "all"):
+        with pytest.raises(ConfigError, match="full attention only; got sliding_attention"):
+            await TransformersEngine(str(tmp_path / folder)).start()
     with pytest.raises(ConfigError, match="unknown dtype; got int8"):
         await TransformersEngine(str(model_folder("llama")), dtype="int8").start()
 

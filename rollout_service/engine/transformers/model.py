@@ -229,9 +229,13 @@ def _refuse_windows(config: Any) -> None:
     Raises:
         ConfigError: The model has such layers.
     """
-    windowed = {"sliding_attention", "chunked_attention"} & set(
-        getattr(config, "layer_types", None) or ()
-    )
+    kinds = getattr(config, "layer_types", None)
+    windowed = {"sliding_attention", "chunked_attention"} & set(kinds or ())
+    # Some families, as Mistral, tell the window alone, which all of their layers have.
+    window = getattr(config, "sliding_window", None)
+    slides = window is not None and getattr(config, "use_sliding_window", True)
+    if kinds is None and slides and window < config.max_position_embeddings:
+        windowed = {f"sliding_attention of {window} tokens"}
     if windowed:
         raise ConfigError(
             "the transformers engine serves full attention only",
