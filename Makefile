@@ -85,6 +85,7 @@ proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 lock: $(LOWEST)/bin/uv ## Resolve what CI may install anew into constraints.txt.
 	$(LOWEST)/bin/uv pip compile --quiet --upgrade --extra dev --extra docs --extra metrics \
 		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+		--no-emit-package setuptools \
 		--output-file constraints.txt pyproject.toml
 
 wheels: $(TEST_STAMP) ## Build octopus-agents and octopus-agents-sdk into dist.
