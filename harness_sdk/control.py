@@ -74,6 +74,12 @@ def permits_key(run: str) -> str:
     return f"octopus:{run}:permits"
 
 
+def running_key(run: str) -> str:
+    """Redis set: ids of the groups that hold a permit, from taking it until their last episode has
+    ended."""
+    return f"{permits_key(run)}:running"
+
+
 def permits_wake_key(run: str) -> str:
     """Redis list that gets one token at each grant, for a runner that waits with BLPOP."""
     return f"{permits_key(run)}:wake"

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from harness_sdk.control import masked_url, permits_key, permits_wake_key
+from harness_sdk.control import masked_url, permits_key, permits_wake_key, running_key
 from harness_sdk.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -24,12 +24,16 @@ _GRACE_S = 2.0
 class Permits(Protocol):
     """Where the permission to start a group comes from."""
 
-    async def take(self) -> None:
+    async def take(self, group_id: str) -> None:
         """Suspend until another group may start, and count it as taken."""
         ...
 
-    async def give_back(self) -> None:
+    async def give_back(self, group_id: str) -> None:
         """Return the permit of a group that never started."""
+        ...
+
+    async def end(self, group_id: str) -> None:
+        """Say that no episode of the group runs any more."""
         ...
 
     async def counts(self) -> tuple[int, int]:
@@ -44,11 +48,14 @@ class Permits(Protocol):
 class NoPermits:
     """Every group may start at once."""
 
-    async def take(self) -> None:
+    async def take(self, group_id: str) -> None:
         """Nothing to wait for."""
 
-    async def give_back(self) -> None:
+    async def give_back(self, group_id: str) -> None:
         """Nothing to return."""
+
+    async def end(self, group_id: str) -> None:
+        """Nobody waits for it."""
 
     async def counts(self) -> tuple[int, int]:
         """Nothing is counted."""
@@ -77,31 +84,38 @@ class RedisPermits:
         self._run = run
         self._patience_s = patience_s
 
-    async def take(self) -> None:
+    async def take(self, group_id: str) -> None:
         """Wait until fewer groups are taken than granted, and take one.
 
         Raises:
             Unavailable: Redis cannot be reached.
             ConfigError: The trainer waits for groups of another size.
         """
-        told = False
-        while not await self._try():
-            if not told:
-                logger.info("waiting for the trainer to grant run %s another group", self._run)
-                told = True
-            await self._call("blpop", [permits_wake_key(self._run)], _POLL_S)
-            _check_cancelled()
+        try:
+            await self._until_taken(group_id)
+        except BaseException:
+            await self.end(group_id)
+            raise
         try:
             _check_cancelled()
             await self._check_group_size()
         except BaseException:
-            await self.give_back()
+            await self.give_back(group_id)
             raise
 
-    async def give_back(self) -> None:
+    async def give_back(self, group_id: str) -> None:
         """Count one group less as taken; soon given up, since a runner that ends calls it."""
         key = permits_key(self._run)
         await self._call("hincrby", key, "taken", -1, patience_s=min(_GRACE_S, self._patience_s))
+        await self.end(group_id)
+
+    async def end(self, group_id: str) -> None:
+        """Count the group as running no more; where Redis is away, the trainer finds it silent."""
+        key = running_key(self._run)
+        try:
+            await self._call("srem", key, group_id, patience_s=min(_GRACE_S, self._patience_s))
+        except Unavailable as error:
+            logger.warning("the end of group %s is not told: %s", group_id, error)
 
     async def counts(self) -> tuple[int, int]:
         """Groups granted and taken since the run began.
@@ -133,12 +147,24 @@ class RedisPermits:
                 remedy=f"--group-size {wanted}, or the trainer's --batch.group-size",
             )
 
-    async def _try(self) -> bool:
+    async def _until_taken(self, group_id: str) -> None:
+        told = False
+        while not await self._try(group_id):
+            if not told:
+                logger.info("waiting for the trainer to grant run %s another group", self._run)
+                told = True
+            await self._call("blpop", [permits_wake_key(self._run)], _POLL_S)
+            _check_cancelled()
+
+    async def _try(self, group_id: str) -> bool:
         key = permits_key(self._run)
+        # First: who withholds permits and then looks for running groups misses none.
+        await self._call("sadd", running_key(self._run), group_id)
         taken = int(await self._call("hincrby", key, "taken", 1))
         if taken <= int(await self._call("hget", key, "granted") or 0):
             return True
         await self._call("hincrby", key, "taken", -1)
+        await self._call("srem", running_key(self._run), group_id)
         return False
 
     async def _call(self, name: str, *args: Any, patience_s: float | None = None) -> Any:

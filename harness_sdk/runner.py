@@ -154,6 +154,7 @@ class Runner:
         self._on_group = on_group
         self._slots = asyncio.Semaphore(options.concurrency)
         self._unopened: dict[int, GroupOutcome] = {}
+        self._running: dict[int, GroupOutcome] = {}
         self.groups: list[GroupOutcome] = []
         """Every group begun so far; unless the run has no end, which keeps none."""
 
@@ -171,8 +172,8 @@ class Runner:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
-            for each in list(self._unopened.values()):
-                await self._give_back_unopened(each)
+            for each in list(self._running.values()):
+                await self._end(each)
         return self.groups
 
     async def _wanted(self) -> AsyncIterator[Task]:
@@ -201,8 +202,8 @@ class Runner:
             await self._slots.acquire()
             try:
                 if place is None:
-                    await self._permits.take()
-                    self._unopened[id(group)] = group
+                    await self._permits.take(group_id)
+                    self._unopened[id(group)] = self._running[id(group)] = group
                     replica = await self._replicas.assign(group.size)
                     place = _Place(replica, replica)
             except BaseException:
@@ -229,7 +230,7 @@ class Runner:
             self._replicas.release(assigned)
             self._slots.release()
         if group.is_complete:
-            await self._give_back_unopened(group)
+            await self._end(group)
             if self._on_group is not None:
                 self._on_group(group)
 
@@ -241,10 +242,14 @@ class Runner:
         group.replaced.append(failed)
         return True
 
-    async def _give_back_unopened(self, group: GroupOutcome) -> None:
-        """Return the permit of a group that the service, and so the trainer, never heard of."""
+    async def _end(self, group: GroupOutcome) -> None:
+        """Tell that no episode of it runs; return the permit of one that the service, and so the
+        trainer, never heard of."""
+        self._running.pop(id(group), None)
         if self._unopened.pop(id(group), None) is not None:
-            await self._permits.give_back()
+            await self._permits.give_back(group.group_id)
+        else:
+            await self._permits.end(group.group_id)
 
     async def _episode(self, replica: Replica, group: GroupOutcome, task: Task) -> EpisodeOutcome:
         """One episode; whatever goes wrong in it becomes part of its outcome."""

@@ -32,8 +32,10 @@ from trainer_service.ranks import Ranks
 from trainer_service.run_folder import identity, locked
 from trainer_service.run_keys import (
     claim_run,
+    forget_running_groups,
     grant_permits,
     permits,
+    running_groups,
     send_figures,
     withhold_permits,
 )
@@ -217,20 +219,18 @@ class _Loop:
         never end are given up at their deadline."""
         if self._config.publish.in_flight != "wait" or self._publisher is None:
             return
-        assert isinstance(self._feed, StreamFeed) and self._link is not None
+        link = self._link
+        assert isinstance(self._feed, StreamFeed) and link is not None
         with _timed(values, "seconds/drain"), self._no_grants():
-            await self._unless_stopped(withhold_permits(self._link, self._config.run))
+            await self._unless_stopped(withhold_permits(link, self._config.run))
             await self._unless_stopped(self._feed.catch_up())
-            while not self._stop.is_set() and await self._num_in_flight():
+            while not self._stop.is_set() and await self._num_in_flight(link):
                 await self._unless_stopped(self._feed.gather())
         self._num_dropped_groups = self._feed.num_dropped_groups
 
-    async def _num_in_flight(self) -> int:
-        """Groups that were begun and are neither whole here nor dropped."""
-        assert isinstance(self._feed, StreamFeed) and self._link is not None
-        found = await self._unless_stopped(permits(self._link, self._config.run))
-        here = self._run.progress.num_groups + self._feed.num_dropped_groups + self._feed.num_ready
-        return max(0, found[1] - here) if found is not None else 0
+    async def _num_in_flight(self, link: RedisLink) -> int:
+        """Groups that hold a permit and run; those without a permit are not waited for."""
+        return await self._unless_stopped(running_groups(link, self._config.run)) or 0
 
     @contextlib.contextmanager
     def _no_grants(self) -> Iterator[None]:
@@ -321,6 +321,8 @@ class _Loop:
         if silent and taken > here and isinstance(self._feed, StreamFeed):
             log.warning("%d groups were begun and sent nothing; their permits return", taken - here)
             self._feed.drop_lost(taken - here)
+        if self._draining:
+            await forget_running_groups(self._link, self._config.run)
 
     def _tell_sinks(self, values: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -86,6 +86,16 @@ async def withhold_permits(link: RedisLink, run: str) -> None:
     await link.call(lambda: link.client.transaction(withhold, key))
 
 
+async def running_groups(link: RedisLink, run: str) -> int:
+    """Groups that hold a permit and whose runner has not seen their end."""
+    return int(await link.call(lambda: link.client.scard(control.running_key(run))))
+
+
+async def forget_running_groups(link: RedisLink, run: str) -> None:
+    """Give up the groups of runners that died."""
+    await link.call(lambda: link.client.delete(control.running_key(run)))
+
+
 async def permits(link: RedisLink, run: str) -> tuple[int, int]:
     """Groups `granted` and `taken` so far."""
     found = await link.call(lambda: link.client.hmget(control.permits_key(run), "granted", "taken"))

@@ -158,7 +158,7 @@ class VerifiersRunner:
         name = str(task.data.id or task.data.idx)
         group_id = new_group_id(name) if self._options.grouped else ""
         group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
-        await self._permits.take()
+        await self._permits.take(group_id)
         self.groups.append(group)
         for _ in range(group.size):
             await self._slots.acquire()
@@ -169,8 +169,10 @@ class VerifiersRunner:
             group.episodes.append(await self._episode(group, task))
         finally:
             self._slots.release()
-        if group.is_complete and self._on_group is not None:
-            self._on_group(group)
+        if group.is_complete:
+            await self._permits.end(group.group_id)
+            if self._on_group is not None:
+                self._on_group(group)
 
     async def _episode(self, group: GroupOutcome, task: Any) -> EpisodeOutcome:
         session, started_s = uuid.uuid4().hex, time.monotonic()

@@ -134,8 +134,9 @@ async def _run_groups(world: LoopWorld, num_groups: int) -> None:
         redis_permits(world.redis_url, RUN) as permits,
     ):
         for group in range(num_groups):
-            await permits.take()
+            await permits.take(f"group-{group}")
             await asyncio.gather(*(_episode(client, group, i) for i in range(GROUP_SIZE)))
+            await permits.end(f"group-{group}")
 
 
 async def train_and_run(

@@ -17,7 +17,7 @@ from harness_sdk import Limits, OctopusClient, SamplingOptions, Thread
 from harness_sdk.agents import Agent, load_agent
 from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
 from harness_sdk.cli.processes import free_port
-from harness_sdk.control import permits_key
+from harness_sdk.control import permits_key, running_key
 from harness_sdk.errors import ClientClosed, ConfigError, ServiceError, ToolError, Unavailable
 from harness_sdk.permits import redis_permits
 from harness_sdk.replicas import Replicas
@@ -294,6 +294,27 @@ async def test_runner_starts_no_group_beyond_its_permits(
         await task
         assert len(ended) == 3
         assert await redis_client.hget(permits_key("r"), "taken") == b"3"
+        assert not await redis_client.exists(running_key("r"))
+
+
+async def test_groups_that_are_cut_off_run_no_more(client: OctopusClient, tmp_path: Path) -> None:
+    import redis.asyncio
+
+    async with (
+        embedded_valkey(tmp_path / "valkey") as url,
+        redis_permits(url, "r") as permits,
+        redis.asyncio.Redis.from_url(url) as redis_client,
+    ):
+        await redis_client.hset(permits_key("r"), "granted", "2")
+        hanging = agent(say, tasks=("hang", "hang"))
+        runner = Runner(Replicas([client]), hanging, RunOptions(group_size=1), permits=permits)
+        task = asyncio.create_task(runner.run())
+        async with asyncio.timeout(20):
+            while await redis_client.scard(running_key("r")) < 2:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert not await redis_client.exists(running_key("r"))
 
 
 async def test_waiting_for_a_permit_outlives_a_restart_of_redis(tmp_path: Path) -> None:
@@ -303,7 +324,7 @@ async def test_waiting_for_a_permit_outlives_a_restart_of_redis(tmp_path: Path) 
     await server.start()
     try:
         async with redis_permits(server.url, "r") as permits, asyncio.timeout(20):
-            taking = asyncio.create_task(permits.take())
+            taking = asyncio.create_task(permits.take("g"))
             await asyncio.sleep(0.1)
             await server.stop()
             await asyncio.sleep(0.3)
@@ -326,17 +347,17 @@ async def test_groups_of_another_size_than_the_trainers_are_refused(tmp_path: Pa
     ):
         await redis_client.hset(permits_key("r"), mapping={"granted": "9", "group_size": "8"})
         with pytest.raises(ConfigError, match="got 4; allowed: 8; --group-size 8"):
-            await permits.take()
+            await permits.take("g")
         assert await permits.counts() == (9, 0)
         await redis_client.hset(permits_key("r"), "group_size", "4")
-        await permits.take()
+        await permits.take("g")
         assert await permits.counts() == (9, 1)
 
 
 async def test_redis_that_stays_away_is_told_with_its_remedy() -> None:
     async with redis_permits(f"redis://127.0.0.1:{free_port()}", "r", patience_s=0) as permits:
         with pytest.raises(Unavailable, match="--redis-url"):
-            await permits.take()
+            await permits.take("g")
 
 
 async def test_permit_of_a_group_that_never_opened_is_given_back(

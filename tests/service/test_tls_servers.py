@@ -44,8 +44,10 @@ from trainer_service.bus import ControlBus as TrainerBus
 from trainer_service.run_keys import (
     claim_run,
     delete_adapter,
+    forget_running_groups,
     grant_permits,
     permits,
+    running_groups,
     send_figures,
     upload_adapter,
     withhold_permits,
@@ -118,10 +120,13 @@ async def test_every_service_does_its_work_as_its_own_user(
         await send_figures(link, RUN, '{"step": 1, "time_s": 1.0, "objective": "o"}')
         await grant_permits(link, RUN, 1, 2)
         async with redis_permits(urls["agent"], RUN, group_size=2) as taking:
-            await taking.take()
+            await taking.take("group")
             assert await taking.counts() == (1, 1)
+            assert await running_groups(link, RUN) == 1
+            await taking.end("group")
         await grant_permits(link, RUN, 3, 2)
         await withhold_permits(link, RUN)
+        await forget_running_groups(link, RUN)
         assert await permits(link, RUN) == (1, 1)
         state = await read_stream_state(urls["monitor"], RUN)
         assert (state.length, state.pending) == (1, 0)

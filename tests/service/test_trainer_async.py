@@ -253,21 +253,25 @@ async def test_version_waits_for_the_episodes_that_run_where_they_shall_not_cros
         asyncio.timeout(60),
     ):
         training = asyncio.create_task(loop.train(config, asyncio.Event()))
-        for _ in range(2):
-            await limit.take()
+        for group_id in ("first", "running"):
+            await limit.take(group_id)
         running = await _open(world, "running", ("refresh", "refresh"))
         await _close(await _open(world, "first", ("keep", "keep")))
+        await limit.end("first")
         while not world.steps:
             await asyncio.sleep(0.02)
         # Three were granted; the one that nobody took begins no group now.
         while await permits(world.link, RUN) != (2, 2):
             await asyncio.sleep(0.02)
-        third = asyncio.create_task(limit.take())
+        third = asyncio.create_task(limit.take("third"))
+        # Whole and without a permit: it is no sign that one with a permit has ended.
+        await _close(await _open(world, "free", ("keep", "keep")))
         await asyncio.sleep(1.0)
         assert not third.done()
         assert [service.adapters.newest() for service in world.services] == [0, 0]
         assert (await permits(world.link, RUN))[0] == 2
         await _close(running)
+        await limit.end("running")
         await training
         await third
     assert [service.adapters.newest() for service in world.services] == [1, 1]
@@ -289,9 +293,10 @@ async def test_version_waits_no_longer_than_the_deadline_for_a_group_that_died(
     ):
         training = asyncio.create_task(loop.train(config, asyncio.Event()))
         # Of three permits one group is taken and never begun.
-        for _ in range(2):
-            await limit.take()
+        for group_id in ("first", "dead"):
+            await limit.take(group_id)
         await _close(await _open(world, "first", ("keep", "keep")))
+        await limit.end("first")
         await training
     assert [service.adapters.newest() for service in world.services] == [1, 1]
     # Three steps' worth beyond the group that was used and the one that was lost.
@@ -369,15 +374,17 @@ async def test_step_longer_than_the_deadline_is_no_sign_that_a_group_died(
         asyncio.timeout(60),
     ):
         training = asyncio.create_task(loop.train(config, asyncio.Event()))
-        for _ in range(2):
-            await limit.take()
+        for group_id in ("first", "running"):
+            await limit.take(group_id)
         running = await _open(world, "running", ("refresh", "refresh"))
         await _close(await _open(world, "first", ("keep", "keep")))
+        await limit.end("first")
         while not world.steps:
             await asyncio.sleep(0.02)
         await asyncio.sleep(1.2)
         assert [service.adapters.newest() for service in world.services] == [0, 0]
         await _close(running)
+        await limit.end("running")
         await training
     (line,) = read_metrics(config.folder / "metrics.jsonl")
     assert line["dropped/total"] == 0.0

@@ -17,10 +17,10 @@ REDIS_RULES = {
     " (%R~octopus:{run}:episodes -@all +xinfo|groups +xpending)",
     "trainer": "~octopus:{run}:*"
     " {look} +set +del +hset +hdel +hincrby +lpush +ltrim +multi +exec +discard +watch +unwatch"
-    " +xadd +xack +xdel +xtrim +xgroup|create +xreadgroup +xpending +xclaim",
+    " +scard +xadd +xack +xdel +xtrim +xgroup|create +xreadgroup +xpending +xclaim",
     # A runner counts groups; it neither writes episodes nor reads any.
     "agent": "~octopus:{run}:permits ~octopus:{run}:permits:wake"
-    " +hget +hmget +hgetall +hincrby +blpop",
+    " ~octopus:{run}:permits:running +hget +hmget +hgetall +hincrby +blpop +sadd +srem",
     "monitor": "%R~octopus:{run}:* {look} +xpending +time +config|get +info +memory|usage",
 }
 """Keys and commands of each user beside those that every connection needs."""
