@@ -77,14 +77,19 @@ def runs(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Reward over generated tokens, a panel for each comparison, a line for each seed."""
+    """Reward over generated tokens, a panel for each comparison that was run, a line a seed."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
     by_run = runs(rows)
-    for axes, (title, variants) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+    names = {variant for variant, _ in by_run}
+    panels = [panel for panel in PANELS if len(names.intersection(panel[1])) > 1]
+    if not panels:
+        return
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, variants) in zip(grid, panels, strict=True):
         for number, variant in enumerate(variants):
             curves = [run for (name, _), run in sorted(by_run.items()) if name == variant]
             for place, run in enumerate(curves):
@@ -98,8 +103,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("thousand generated tokens")
         axes.set_ylim(0, 1)
-        if axes.lines:
-            axes.legend(fontsize=8)
+        axes.legend(fontsize=8)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning"}):
         FigureCanvasSVG(figure).print_svg(str(path), metadata={"Date": None})
 
