@@ -33,7 +33,11 @@ CONFIGS: dict[str, type[BaseModel]] = {
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawn") / "secrets"
-    assert main(["secrets", str(folder)]) == 0
+    before = os.umask(0o077)
+    try:
+        assert main(["secrets", str(folder)]) == 0
+    finally:
+        os.umask(before)
     return folder
 
 
@@ -128,6 +132,13 @@ def test_each_secret_is_drawn_and_given_where_it_is_used(
         for source in (each.partition(":")[0] for each in service.get("volumes", ())):
             words += (ROOT / source).read_text() if source.startswith("./") else ""
         assert set(re.findall(r"/run/secrets/([\w.]+)", words)) == given[name], name
+
+
+def test_containers_can_read_what_the_folder_keeps_from_others(drawn: Path) -> None:
+    assert drawn.stat().st_mode & 0o777 == 0o700
+    modes = {path.name: path.stat().st_mode & 0o777 for path in drawn.iterdir()}
+    assert modes.pop("ca.key") == 0o600
+    assert set(modes.values()) == {0o644}
 
 
 def test_no_secret_is_in_a_command_or_a_variable(whole: dict[str, Any], drawn: Path) -> None:

@@ -88,10 +88,11 @@ def run(args: argparse.Namespace) -> int:
         files |= authority.issue(service, list(hosts))
     files |= _redis_files(args) | _broker_files(args) | _token_files()
     for name, data in files.items():
-        # Containers read single files as users of their own; the folder keeps others out.
-        (args.folder / name).touch(mode=0o644)
-        (args.folder / name).write_bytes(data)
-    (args.folder / "ca.key").chmod(0o600)
+        path = args.folder / name
+        path.write_bytes(data)
+        # Containers read single files as users of their own, whatever the umask was here; the
+        # folder keeps others out.
+        path.chmod(0o600 if name == "ca.key" else 0o644)
     sys.stdout.write(f"{len(files)} files in {args.folder}; keep ca.key off the nodes\n")
     return 0
 
