@@ -75,8 +75,10 @@ async def _play_through_a_cut(folder: Path, cut_s: float, num_clients: int) -> P
             async with asyncio.TaskGroup() as tasks:
                 for client in clients:
                     tasks.create_task(play_until(client, played, is_over.is_set))
-                await asyncio.sleep(0.5)
-                assert played.closed and not played.failed
+                async with asyncio.timeout(WITHIN_S):
+                    while not played.closed:
+                        await asyncio.sleep(0.05)
+                assert not played.failed
                 link.cut()
                 await asyncio.sleep(cut_s)
                 link.mend()
