@@ -1,4 +1,4 @@
-"""How this service reaches Redis, and what it says where it cannot."""
+"""How this service, and commands that look on, reach Redis, and what they say where they cannot."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from harness_sdk import control
 from harness_sdk.errors import ConfigError, Unavailable
 
 
-def redis_client(url: str) -> Any:
+def redis_client(url: str, *, timeout_s: float = 30.0) -> Any:
     """A client that gives up at once; it connects with its first command.
+
+    Args:
+        url: `redis://` or `rediss://` address.
+        timeout_s: Longest wait for an answer.
 
     Raises:
         ConfigError: `url` is no address.
@@ -24,7 +28,7 @@ def redis_client(url: str) -> Any:
             url,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=30,
+            socket_timeout=timeout_s,
             socket_connect_timeout=5,
         )
     except ValueError as error:

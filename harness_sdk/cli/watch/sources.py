@@ -12,9 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from harness_sdk import control
@@ -22,16 +19,17 @@ from harness_sdk._cancellation import cancellable
 from harness_sdk.cli.status import replica_status
 from harness_sdk.cli.watch.board import BROKER, MAX_STEPS, REDIS, REPLICAS, Board, Replica
 from harness_sdk.cli.watch.episodes import read_entry
-from harness_sdk.errors import ConfigError, HarnessError
+from harness_sdk.errors import HarnessError
 from harness_sdk.options import TlsOptions
 from rollout_service.bus import follow_bus_state
+from rollout_service.redis_client import redis_client
 from rollout_service.redis_state import stream_state
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 """Between two looks at replicas, permits and the consumer group."""
-_BLOCK_MS = 1000
+_BLOCK_MS, _TIMEOUT_S = 1000, 5.0
 _BATCH = 16
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 3.0
 _RECORD, _FIGURES = control.RECORD_FIELD.encode(), control.FIGURES_FIELD.encode()
@@ -56,30 +54,10 @@ async def keep_following(board: Board, name: str, follow: Callable[[], Awaitable
         delay_s = min(2 * delay_s, _LAST_DELAY_S)
 
 
-def redis_client(url: str) -> Any:
-    """A client that says at once when its server is away.
-
-    Raises:
-        ConfigError: `url` is no address.
-    """
-    try:
-        return redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=5,
-            socket_connect_timeout=3,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            "not a Redis address", value=control.masked_url(url), limit="redis://HOST:PORT"
-        ) from error
-
-
 async def follow_streams(board: Board, url: str) -> None:
     """Episodes and steps: the newest that are kept, then each as it comes; permits on the way."""
     keys = (control.episodes_key(board.run), control.steps_key(board.run))
-    async with redis_client(url) as client:
+    async with redis_client(url, timeout_s=_TIMEOUT_S) as client:
         last = [await _newest(client, key) for key in keys]
         await _read_back(board, client, keys[0])
         for _, fields in reversed(await cancellable(client.xrevrange(keys[1], count=MAX_STEPS))):
