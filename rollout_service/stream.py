@@ -7,6 +7,7 @@ between; a repeated send is possible, and the trainer drops duplicates by episod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import deque
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
+from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError, ResponseError
 
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable, end
@@ -27,6 +28,8 @@ from rollout_service.redis_client import redis_client
 logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 2.0
+_IDLE_S = 30.0
+"""Without a record for so long, the stream is trimmed all the same."""
 
 
 @dataclass(slots=True)
@@ -157,7 +160,7 @@ class EpisodeStream:
             How many entries were dropped.
         """
         needed = []
-        for group in await self._client.xinfo_groups(self._key):
+        for group in await self._groups():
             # Read before XPENDING: what is acknowledged in between only lets us keep more.
             needed.append(group["last-delivered-id"].decode())
             if group["pending"]:
@@ -179,6 +182,15 @@ class EpisodeStream:
             await cancellable(fetch_adapter(self._client, self._run, version, folder, max_bytes))
         except (RedisError, OSError) as error:
             raise Unavailable("cannot fetch the adapter from Redis", value=error) from error
+
+    async def _groups(self) -> list[dict[str, Any]]:
+        """The consumer groups; none where nothing was sent yet."""
+        try:
+            return await self._client.xinfo_groups(self._key)
+        except ResponseError as error:
+            if "no such key" in str(error):
+                return []
+            raise
 
     async def _write(self, record: EpisodeRecord) -> str:
         if self._closed:
@@ -218,9 +230,7 @@ class EpisodeStream:
 
     async def _send_all(self) -> None:
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._buffer)
-            first = self._buffer[0]
+            first = await self._first()
             entry_id = await self._add(first.data)
             async with self._changed:
                 self._buffer.popleft()
@@ -230,6 +240,17 @@ class EpisodeStream:
             self.num_sent += 1
             if self.num_sent % self._trim_every == 0:
                 await self._try_trim()
+
+    async def _first(self) -> _Pending:
+        """The next to send, once there is one."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_IDLE_S), self._changed:
+                    await self._changed.wait_for(lambda: self._buffer)
+                    return self._buffer[0]
+            # What the trainer has acknowledged since the last send may be what leaves it no
+            # memory to publish, and so nobody a reason to send.
+            await self._try_trim()
 
     async def _add(self, data: bytes) -> str:
         """XADD until it succeeds: out of memory, restarting and unreachable all pass in time."""

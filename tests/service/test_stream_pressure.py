@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+import redis.exceptions
 
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
@@ -73,6 +74,33 @@ async def test_acknowledged_entries_make_room_where_redis_is_full(server: Valkey
             entry_id = await late
         left = [entry.decode() for entry, _ in await client.xrange(KEY)]
         assert entry_id in left and len(left) < 21
+
+
+async def test_acknowledged_entries_make_room_where_nobody_sends(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Runs wait for permits, and the trainer for memory to store the version behind which they
+    come."""
+    monkeypatch.setattr("rollout_service.stream._IDLE_S", 0.02)
+    async with (
+        EpisodeStream(server.url, RUN, trim_every=10**9) as stream,
+        _connect(server.url) as client,
+    ):
+        # There is no stream yet.
+        assert await stream.trim() == 0
+        await stream.write(small_record("e0", token_ids=tuple(range(1000, 51_000))))
+        await stream.write(small_record("e1"))
+        await client.xgroup_create(KEY, "trainer", id="0")
+        entries = (await client.xreadgroup("trainer", "a", {KEY: ">"}))[0][1]
+        await client.config_set("maxmemory", (await client.info("memory"))["used_memory"])
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            await client.set("adapter", b"x" * 100_000)
+        await client.xack(KEY, "trainer", *(entry for entry, _ in entries))
+        async with asyncio.timeout(10):
+            while await client.xlen(KEY) > 1:
+                await asyncio.sleep(0.01)
+        await client.set("adapter", b"x" * 100_000)
+    assert "cannot trim" not in caplog.text
 
 
 async def test_writers_wait_while_redis_is_full_and_lose_nothing(server: ValkeyServer) -> None:
