@@ -6,8 +6,8 @@ import ssl
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from harness_sdk.control import masked_url
 from harness_sdk.errors import ConfigError
+from harness_sdk.masking import masked_url
 
 _PORTS = {"mqtt": 1883, "mqtts": 8883}
 # redis-py's names, so that one knows both addresses.

@@ -6,7 +6,6 @@ Keys, topics and the two retained JSON messages; no client of either lives here.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -99,19 +98,6 @@ def echo_topic(run: str, client_id: str) -> str:
     """MQTT topic of a client that listens to itself: what it subscribed to before has come when
     its own message does."""
     return f"octopus/{run}/echo/{client_id}"
-
-
-MASK = "**********"
-"""Stands for a secret in everything that is shown."""
-
-# To the last @: a password that should have been quoted may hold one, or a slash.
-_URL_PASSWORD = re.compile(r"(://[^:/@\s]*):[^\s]+@")
-_QUERY_PASSWORD = re.compile(r"([?&][a-z_]*password=)[^&\s]+")
-
-
-def masked_url(url: str) -> str:
-    """The address of a server without its password, for logs and errors."""
-    return _QUERY_PASSWORD.sub(rf"\1{MASK}", _URL_PASSWORD.sub(rf"\1:{MASK}@", url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from harness_sdk.control import masked_url, permits_key, permits_wake_key, running_key
+from harness_sdk.control import permits_key, permits_wake_key, running_key
 from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.masking import masked_url
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from harness_sdk import control
 from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.masking import masked_url
 
 
 def redis_client(url: str, *, timeout_s: float = 30.0) -> Any:
@@ -34,7 +34,7 @@ def redis_client(url: str, *, timeout_s: float = 30.0) -> Any:
     except ValueError as error:
         raise ConfigError(
             "redis.url is no address",
-            value=control.masked_url(url),
+            value=masked_url(url),
             limit="redis://host:port/db",
             remedy=str(error),
         ) from error

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from harness_sdk.cli.settings import render_config
 from harness_sdk.errors import ConfigError
 from harness_sdk.exposition import exposed
+from harness_sdk.masking import masked
 from trainer_service.config import TrainerConfig
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def _wandb(config: TrainerConfig, project: str) -> Iterator[Sink]:
     try:
         run = wandb.init(
             project=project, id=config.run, name=config.run, resume="allow",
-            dir=str(config.folder), config=json.loads(render_config(config, "json")),
+            dir=str(config.folder), config=masked(config.model_dump(mode="json")),
         )  # fmt: skip
     # Its errors have no common base: no login, no network, a project that is not ours.
     except Exception as error:

@@ -29,6 +29,7 @@ from redis.exceptions import (
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable
 from harness_sdk.errors import ConfigError, ProtocolError, ServiceError, Unavailable
+from harness_sdk.masking import masked_url
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 from trainer_service.origin import RefusedRecord
 
@@ -76,7 +77,7 @@ class RedisLink:
         except ValueError as error:
             raise ConfigError(
                 "redis.url is no address",
-                value=control.masked_url(url),
+                value=masked_url(url),
                 limit="redis://host:port/db",
                 remedy=str(error),
             ) from error

@@ -13,8 +13,8 @@ from harness_sdk.agents import Agent, load_agent
 from harness_sdk.cli.discovery import discovered
 from harness_sdk.cli.tls_arguments import tls_options
 from harness_sdk.client import OctopusClient
-from harness_sdk.control import masked_url
 from harness_sdk.errors import ConfigError
+from harness_sdk.masking import masked_url
 from harness_sdk.replicas import Replicas
 from harness_sdk.types import Limits, SamplingOptions
 

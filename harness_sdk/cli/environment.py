@@ -6,18 +6,15 @@ A command line is no place for one: every process of the machine can read it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness_sdk.control import masked_url
 from harness_sdk.errors import ConfigError
+from harness_sdk.masking import SECRET_KEY, masked_url
 
 ENVIRONMENT = ("OCTOPUS_REDIS_URL", "OCTOPUS_MQTT_URL", "OCTOPUS_TOKEN")
 """The variables that are read; each has its `_FILE`."""
 
-SECRET_KEY = re.compile(r"(^|\.)(auth_)?(token|secret|password)$")
-"""Settings that are never shown."""
 
 _MAX_BYTES = 64 * 1024
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness_sdk import control
 from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.masking import masked_url
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 
 _FIELD = control.RECORD_FIELD.encode()
@@ -53,19 +54,17 @@ def reading(url: str, run: str) -> Generator[EpisodeStream]:
     except ImportError as error:
         raise ConfigError(
             "reading a stream needs the redis package",
-            value=control.masked_url(url),
+            value=masked_url(url),
             remedy="pip install 'octopus-agents[rollout]'",
         ) from error
     try:
         client: Any = redis.Redis.from_url(url)  # pyright: ignore[reportUnknownMemberType]
     except ValueError as error:
         raise ConfigError(
-            "not a Redis address", value=control.masked_url(url), limit="redis://HOST:PORT"
+            "not a Redis address", value=masked_url(url), limit="redis://HOST:PORT"
         ) from error
     try:
         with client:
             yield EpisodeStream(client, run)
     except redis.RedisError as error:
-        raise Unavailable(
-            "Redis cannot be read", value=f"{control.masked_url(url)}: {error}"
-        ) from error
+        raise Unavailable("Redis cannot be read", value=f"{masked_url(url)}: {error}") from error

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from harness_sdk.cli.environment import ENVIRONMENT, SECRET_KEY, variable
-from harness_sdk.control import MASK, masked_url
+from harness_sdk.cli.environment import ENVIRONMENT, variable
 from harness_sdk.errors import ConfigError
 from harness_sdk.json_values import is_array, is_object
+from harness_sdk.masking import MASK, SECRET_KEY, masked, masked_url
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -150,8 +150,8 @@ def render_config(model: BaseModel, form: str = "toml") -> str:
 
 def render_masked(data: Mapping[str, Any], form: str = "toml") -> str:
     """Nested tables of plain values as `toml` or `json` text; secrets and URL passwords masked."""
-    masked = _masked(dict(data))
-    return json.dumps(masked, indent=2) + "\n" if form == "json" else render_toml(masked)
+    shown = masked(dict(data))
+    return json.dumps(shown, indent=2) + "\n" if form == "json" else render_toml(shown)
 
 
 def render_toml(data: Mapping[str, Any]) -> str:
@@ -293,17 +293,6 @@ def shown(key: str, value: Any) -> str:
     if SECRET_KEY.search(key):
         return repr(MASK)
     return repr(masked_url(value) if isinstance(value, str) else value)
-
-
-def _masked(value: Any) -> Any:
-    if is_object(value):
-        return {
-            key: MASK if item and SECRET_KEY.search(key) else _masked(item)
-            for key, item in value.items()
-        }
-    if is_array(value):
-        return [_masked(item) for item in value]
-    return masked_url(value) if isinstance(value, str) else value
 
 
 def _toml_lines(data: Mapping[str, Any], at: tuple[str, ...]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from harness_sdk.cli.settings import add_config_arguments, load_config, render_c
 from harness_sdk.cli.stack import LocalStack
 from harness_sdk.cli.stack_layout import replica_plans, trainer_plan
 from harness_sdk.cli.watch.beside import page_beside
-from harness_sdk.control import masked_url
+from harness_sdk.masking import masked_url
 
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig

@@ -20,6 +20,7 @@ CONTRACTS = (
     "harness_sdk.web_origin",
     "harness_sdk.exposition",
     "harness_sdk.log_ids",
+    "harness_sdk.masking",
     "harness_sdk.tracing",
     "harness_sdk.measures",
     "harness_sdk.model_cost",

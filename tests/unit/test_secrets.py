@@ -12,8 +12,8 @@ from harness_sdk.cli.__main__ import main
 from harness_sdk.cli.environment import refuse_secrets, variable
 from harness_sdk.cli.logs import PrintableFormatter
 from harness_sdk.cli.settings import load_config, render_config
-from harness_sdk.control import masked_url
 from harness_sdk.errors import ConfigError
+from harness_sdk.masking import masked_url
 from harness_sdk.printable import printable
 from rollout_service.config import RolloutConfig
 

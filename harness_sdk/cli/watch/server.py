@@ -19,7 +19,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from harness_sdk import control
 from harness_sdk._cancellation import end
 from harness_sdk.cli.watch.board import BROKER, REDIS, REPLICAS, Board, Source
 from harness_sdk.cli.watch.episodes import Episodes
@@ -27,6 +26,7 @@ from harness_sdk.cli.watch.page import page_html
 from harness_sdk.cli.watch.panes import episode_rows, panes
 from harness_sdk.cli.watch.texts import Texts
 from harness_sdk.errors import ConfigError, HarnessError, ResourceExhausted
+from harness_sdk.masking import masked_url
 from harness_sdk.options import TlsOptions
 from harness_sdk.view.svg import STYLE
 from harness_sdk.web_origin import refused_because
@@ -127,7 +127,7 @@ def _follow(
         wanted.append((BROKER, mqtt_url, "follow_bus", (mqtt_url,)))
         wanted.append((REPLICAS, "", "follow_replicas", (token, tls)))
     for name, url, _, _ in wanted:
-        board.sources[name] = Source(name=name, address=control.masked_url(url))
+        board.sources[name] = Source(name=name, address=masked_url(url))
     return [
         asyncio.create_task(_keep(board, name, follow, options))
         for name, _, follow, options in wanted
