@@ -282,8 +282,11 @@ class Runner:
                 failure,
                 exc_info=None if known else error,
             )
-            # A replica that was started again knows nothing of the episode.
-            lost = isinstance(error, Unavailable | EpisodeNotFound) or not replica.is_present
+            # A replica that was started again knows nothing of the episode; one that has left may
+            # still drain, and then its record is kept and nothing is to be run again.
+            lost = isinstance(error, Unavailable | EpisodeNotFound) or (
+                not replica.is_present and episode.result is None
+            )
             self._count_failure(replica, error, lost)
         else:
             self._replicas.note_success(replica)

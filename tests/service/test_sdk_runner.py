@@ -168,6 +168,28 @@ async def test_failed_episode_is_an_outcome_and_a_record_not_a_crash(
     assert (summary.accuracy, summary.tasks, summary.failed) == (1.0, 1, {"ToolError": 2})
 
 
+async def test_an_agents_own_failure_on_a_replica_that_drains_is_not_run_again(
+    service: Running, client: OctopusClient
+) -> None:
+    begun: list[str] = []
+
+    async def failing(thread: Thread, task: dict[str, str]) -> str:
+        begun.append(task["id"])
+        # It says goodbye while the episode runs, and serves it to its end.
+        replicas.leave(service.address)
+        raise ToolError("the search engine is down")
+
+    async with scripted(speaker) as second, OctopusClient.connect(second.address) as other:
+        replicas = Replicas([client, other])
+        runner = Runner(replicas, agent(failing, tasks=("a",)), RunOptions(group_size=1))
+        (group,) = await runner.run()
+        assert second.records.written == []
+    (failed,) = group.episodes
+    assert (failed.address, failed.lost, group.replaced) == (service.address, False, [])
+    assert begun == ["a"]
+    assert [record.stop_reason for record in service.records.written] == ["tool_error"]
+
+
 async def test_agent_that_lets_a_cancellation_of_its_own_out_fails_its_episode_alone(
     client: OctopusClient,
 ) -> None:
