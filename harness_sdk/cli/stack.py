@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 8000, 3, 600
-_RESTART_PAUSE_S = 0.2
+_RESTART_PAUSE_S, _MAX_RESTART_PAUSE_S = 0.2, 10.0
+_SETTLED_S = 60.0
+"""A replica that has served for so long had a good start."""
+_MAX_QUICK_ENDS = 8
+"""Ends in a row without one; their pauses add up to about 22 s, in which memory that a killed process
+held is free again."""
 
 
 class LocalStack:
@@ -188,16 +194,37 @@ class LocalStack:
         return path.read_text("utf-8")
 
     async def _keep_replica(self, plan: ServicePlan) -> None:
-        """Start a replica again whenever it ends with an error while another one serves."""
+        """Start a replica again whenever it ends with an error while another one serves.
+
+        Raises:
+            ServiceError: No other one serves, or it ended `_MAX_QUICK_ENDS` times in a row before
+                it had settled.
+        """
+        served_since, num_quick = time.monotonic(), 0
         while status := await self.processes[plan.name].wait():
+            settled = time.monotonic() - served_since > _SETTLED_S
+            num_quick = 1 if settled else num_quick + 1
             others = (self.processes[each.name] for each in self._replicas if each is not plan)
-            if all(other.returncode is not None for other in others):
-                raise self._ended(plan.name, status)
-            logger.error("%s ended with status %d; starting it again", plan.name, status)
-            await asyncio.sleep(_RESTART_PAUSE_S)
-            address = await self._start_replica(plan)
-            self.addresses[self._replicas.index(plan)] = address
+            if num_quick >= _MAX_QUICK_ENDS or all(each.returncode is not None for each in others):
+                raise self._ended(plan.name, status, num_quick)
+            pause_s = min(_RESTART_PAUSE_S * 2 ** (num_quick - 1), _MAX_RESTART_PAUSE_S)
+            logger.error(
+                "%s ended with status %d; starting it again in %.1f s", plan.name, status, pause_s
+            )
+            await asyncio.sleep(pause_s)
+            await self._restart_replica(plan)
+            served_since = time.monotonic()
         logger.info("%s has finished", plan.name)
+
+    async def _restart_replica(self, plan: ServicePlan) -> None:
+        """Start it; one that ends before it listens is left to be seen as ended."""
+        try:
+            address = await self._start_replica(plan)
+        except ServiceError:
+            if self.processes[plan.name].returncode is None:
+                raise
+        else:
+            self.addresses[self._replicas.index(plan)] = address
 
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -212,9 +239,10 @@ class LocalStack:
             await asyncio.sleep(_RESTART_PAUSE_S)
             await server.start()
 
-    def _ended(self, name: str, status: int) -> ServiceError:
+    def _ended(self, name: str, status: int, times: int = 1) -> ServiceError:
+        often = f" {times} times in a row soon after its start" if times > 1 else ""
         return ServiceError(
-            f"the {name} service ended",
+            f"the {name} service ended{often}",
             value=f"status {status}",
             remedy=f"see {self.log_path(name)}: {_tail(self.log_path(name))}",
         )
