@@ -33,8 +33,8 @@ _RESTART_PAUSE_S, _MAX_RESTART_PAUSE_S = 0.2, 10.0
 _SETTLED_S = 60.0
 """A replica that has served for so long had a good start."""
 _MAX_QUICK_ENDS = 8
-"""Ends in a row without one; their pauses add up to about 22 s, in which memory that a killed process
-held is free again."""
+"""Ends in a row without one. Their pauses add up to about 22 s, in which memory that a killed
+process held is free again."""
 
 
 class LocalStack:
@@ -209,7 +209,7 @@ class LocalStack:
                 raise self._ended(plan.name, status, num_quick)
             pause_s = min(_RESTART_PAUSE_S * 2 ** (num_quick - 1), _MAX_RESTART_PAUSE_S)
             logger.error(
-                "%s ended with status %d; starting it again in %.1f s", plan.name, status, pause_s
+                "%s ended with status %d; starting it again in %g s", plan.name, status, pause_s
             )
             await asyncio.sleep(pause_s)
             await self._restart_replica(plan)
