@@ -71,6 +71,7 @@ class Replicas:
         self._own: set[Replica] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._uses = 0
+        self._failure: HarnessError | None = None
 
     async def __aenter__(self) -> Replicas:
         return self
@@ -105,21 +106,30 @@ class Replicas:
             self._present.remove(replica)
             self._close_if_idle(replica)
 
+    async def fail(self, error: HarnessError) -> None:
+        """Whoever asks for a replica from here on is told `error`: nobody finds them any more."""
+        async with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
     async def first(self) -> Replica:
         """Any replica, once there is one.
 
         Raises:
             Unavailable: None came in `patience_s` seconds.
+            HarnessError: What `fail` was told.
         """
         try:
             async with asyncio.timeout(self._patience_s), self._changed:
-                await self._changed.wait_for(lambda: self._present)
+                await self._changed.wait_for(lambda: self._present or self._failure)
         except TimeoutError as error:
             raise Unavailable(
                 "no replica of the rollout service is there",
                 limit=f"{self._patience_s:g} s",
                 remedy="start one on the same run and the same broker; octopus status shows them",
             ) from error
+        if self._failure is not None:
+            raise self._failure.copy() from self._failure
         return self._present[0]
 
     async def assign(self, num_episodes: int) -> Replica:
@@ -127,6 +137,7 @@ class Replicas:
 
         Raises:
             Unavailable: None came in `patience_s` seconds.
+            HarnessError: What `fail` was told.
         """
         await self.first()
         now_s = time.monotonic()
@@ -149,6 +160,7 @@ class Replicas:
 
         Raises:
             Unavailable: No replica came in `patience_s` seconds.
+            HarnessError: What `fail` was told.
         """
         if not self._is_usable(preferred):
             preferred = await self.assign(1)

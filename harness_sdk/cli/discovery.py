@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from harness_sdk.client import OctopusClient
-from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.errors import ConfigError, HarnessError, ServiceError, Unavailable
 from harness_sdk.replicas import Replicas
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ async def discovered(
     """Replicas that say on the bus that they serve `run`; the first has answered.
 
     One that joins later is used, one that says goodbye, or whose last will says so, is not given
-    episodes any more. A broker that is away changes nothing.
+    episodes any more. A broker that is away changes nothing; any other failure to listen ends the
+    run at its next group.
 
     Args:
         url: Address of the MQTT broker.
@@ -33,6 +34,7 @@ async def discovered(
     Raises:
         ConfigError: aiomqtt is not installed, or `url` is no address.
         Unavailable: No replica came.
+        HarnessError: The bus cannot be followed, and not because it is away.
     """
     try:
         from rollout_service.bus import check_address
@@ -53,6 +55,23 @@ async def discovered(
 
 
 async def _follow(url: str, run: str, replicas: Replicas) -> None:
+    """Keep `replicas` as the bus has them; whatever ends that is told to those who ask for one."""
+    try:
+        await _keep_up(url, run, replicas)
+    except HarnessError as error:
+        await replicas.fail(error)
+    except Exception as error:
+        logger.exception("the control bus cannot be followed")
+        failure = ServiceError(
+            "replicas cannot be found through the control bus any more",
+            value=f"{type(error).__name__}: {error}",
+            remedy="see the log, or name the replicas with --address",
+        )
+        failure.__cause__ = error
+        await replicas.fail(failure)
+
+
+async def _keep_up(url: str, run: str, replicas: Replicas) -> None:
     from rollout_service.bus import follow_bus_state
 
     addresses: dict[str, str] = {}
@@ -67,6 +86,6 @@ async def _follow(url: str, run: str, replicas: Replicas) -> None:
                     if address and known != address:
                         addresses[each.replica_id] = address
                         replicas.join(address)
-        except Unavailable as error:
+        except (Unavailable, ConnectionError, TimeoutError) as error:
             logger.warning("replicas stay as they are: %s", error)
         await asyncio.sleep(_PAUSE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 from harness_sdk import replicas as module
 from harness_sdk.cli.__main__ import main
 from harness_sdk.cli.discovery import discovered
-from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.control import ReplicaState
+from harness_sdk.errors import ConfigError, HarnessError, ProtocolError, ServiceError, Unavailable
 from harness_sdk.replicas import Replicas
+from rollout_service import bus
 
 
 class Client:
@@ -37,6 +39,10 @@ class Client:
 
 def _never(address: str) -> Any:
     return Client(address, refusals=99)
+
+
+def _at_once(address: str) -> Any:
+    return Client(address)
 
 
 def fixed(*addresses: str) -> Replicas:
@@ -137,6 +143,44 @@ async def test_a_run_without_replicas_says_so() -> None:
     async with Replicas(patience_s=0.01) as replicas:
         with pytest.raises(Unavailable, match=r"no replica.*0\.01 s.*octopus status"):
             await replicas.assign(1)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (ProtocolError("the bus speaks version 9"), "version 9"),
+        (KeyError("alive"), r"found through the control bus.*KeyError.*--address"),
+    ],
+)
+async def test_a_bus_that_cannot_be_followed_ends_the_run(
+    raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = asyncio.Event()
+
+    async def followed(url: str, run: str) -> AsyncGenerator[bus.BusState]:
+        yield bus.BusState(
+            policy=None, replicas=(ReplicaState(replica_id="r0", alive=True, address="a"),)
+        )
+        await broken.wait()
+        raise raised
+
+    monkeypatch.setattr(bus, "follow_bus_state", followed)
+    kind = type(raised) if isinstance(raised, HarnessError) else ServiceError
+    async with asyncio.timeout(5), discovered("mqtt://h", "r", _at_once) as replicas:
+        await replicas.assign(1)
+        broken.set()
+        with pytest.raises(kind, match=told):
+            while await replicas.assign(1):
+                await asyncio.sleep(0)
+
+
+async def test_who_waits_for_a_first_replica_hears_why_none_can_come() -> None:
+    async with Replicas() as replicas, asyncio.timeout(5):
+        waiting = asyncio.create_task(replicas.first())
+        await asyncio.sleep(0)
+        await replicas.fail(ProtocolError("no"))
+        with pytest.raises(ProtocolError):
+            await waiting
 
 
 async def test_an_address_that_is_none_is_refused_before_anything_waits() -> None:
