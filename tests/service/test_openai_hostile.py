@@ -133,8 +133,12 @@ async def begin(
     """Send the beginning of a request by hand."""
     host, port = service.url.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=limit)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {length}\r\n\r\n"
-    writer.write(head.encode() + data)
+    lines = (
+        "POST /v1/chat/completions HTTP/1.1",
+        f"Host: {host}:{port}",
+        f"Content-Length: {length}",
+    )
+    writer.write("\r\n".join((*lines, "", "")).encode() + data)
     await writer.drain()
     return reader, writer
 
