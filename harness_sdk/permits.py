@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 from harness_sdk.control import permits_key, permits_wake_key, running_key
 from harness_sdk.errors import ConfigError, Unavailable
-from harness_sdk.masking import masked_url
+from harness_sdk.redis_client import redis_client
 
 logger = logging.getLogger(__name__)
 
@@ -208,19 +207,7 @@ async def redis_permits(
     Raises:
         ConfigError: redis-py is not installed, or the URL is no address.
     """
-    try:
-        asyncio_redis: Any = importlib.import_module("redis.asyncio")
-    except ImportError as error:
-        raise ConfigError(
-            "permits need redis-py", remedy="pip install 'octopus-agents[rollout]'"
-        ) from error
-    try:
-        client = asyncio_redis.Redis.from_url(url, decode_responses=True)
-    except ValueError as error:
-        raise ConfigError(
-            "not a Redis address", value=masked_url(url), limit="redis://host:port/db",
-            remedy="correct --redis-url",
-        ) from error  # fmt: skip
+    client = redis_client(url, decode=True)
     try:
         yield RedisPermits(client, run, patience_s=patience_s, group_size=group_size)
     finally:

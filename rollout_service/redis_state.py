@@ -11,7 +11,7 @@ from typing import Any, cast
 from redis.exceptions import RedisError, ResponseError
 
 from harness_sdk import control
-from rollout_service.redis_client import away, redis_client
+from harness_sdk.redis_client import away, redis_client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from harness_sdk._cancellation import cancellable, end
 from harness_sdk.errors import ConfigError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from harness_sdk.records_file import read_records, write_records
+from harness_sdk.redis_client import redis_client
 from rollout_service.adapter_chunks import fetch_adapter
-from rollout_service.redis_client import redis_client
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
@@ -28,9 +25,9 @@ from redis.exceptions import (
 
 from harness_sdk import control
 from harness_sdk._cancellation import cancellable
-from harness_sdk.errors import ConfigError, ProtocolError, ServiceError, Unavailable
-from harness_sdk.masking import masked_url
+from harness_sdk.errors import ProtocolError, ServiceError, Unavailable
 from harness_sdk.record import EpisodeRecord, record_from_bytes
+from harness_sdk.redis_client import redis_client
 from trainer_service.origin import RefusedRecord
 
 log = logging.getLogger(__name__)
@@ -68,19 +65,9 @@ class RedisLink:
     """
 
     def __init__(self, url: str, *, patience_s: float = 300.0) -> None:
-        # Retries are this class's own: after a lost reply the stream must look for what the
-        # server believes it delivered.
-        try:
-            self.client: Any = redis.asyncio.Redis.from_url(
-                url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0
-            )
-        except ValueError as error:
-            raise ConfigError(
-                "redis.url is no address",
-                value=masked_url(url),
-                limit="redis://host:port/db",
-                remedy=str(error),
-            ) from error
+        # It retries nothing itself: after a lost reply the stream must look for what the server
+        # believes it delivered.
+        self.client: Any = redis_client(url)
         self.reconnects = 0
         self._patience_s = patience_s
 

@@ -7,9 +7,10 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from harness_sdk import control
-from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.errors import Unavailable
 from harness_sdk.masking import masked_url
 from harness_sdk.record import EpisodeRecord, record_from_bytes
+from harness_sdk.redis_client import blocking_redis_client
 
 _FIELD = control.RECORD_FIELD.encode()
 _BATCH = 32
@@ -46,23 +47,12 @@ def reading(url: str, run: str) -> Generator[EpisodeStream]:
     """The stream of `run` at `url`.
 
     Raises:
-        ConfigError: The redis package is missing, or `url` is no address.
+        ConfigError: redis-py is not installed, or `url` is no address.
         Unavailable: Redis cannot be read.
     """
-    try:
-        import redis
-    except ImportError as error:
-        raise ConfigError(
-            "reading a stream needs the redis package",
-            value=masked_url(url),
-            remedy="pip install 'octopus-agents[rollout]'",
-        ) from error
-    try:
-        client: Any = redis.Redis.from_url(url)  # pyright: ignore[reportUnknownMemberType]
-    except ValueError as error:
-        raise ConfigError(
-            "not a Redis address", value=masked_url(url), limit="redis://HOST:PORT"
-        ) from error
+    client = blocking_redis_client(url)
+    import redis
+
     try:
         with client:
             yield EpisodeStream(client, run)

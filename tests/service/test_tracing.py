@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from harness_sdk import OctopusClient, ToolLoop, control, tracing
 from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.record import record_from_bytes, record_to_bytes
+from harness_sdk.redis_client import redis_client
 from rollout_service.chat import ChatRenderer
-from rollout_service.redis_client import redis_client
 from rollout_service.server import serve
 from rollout_service.sessions import Sessions
 from rollout_service.stream import EpisodeStream

@@ -15,7 +15,7 @@ import pytest
 
 from harness_sdk import control
 from harness_sdk.cli.embedded import ValkeyServer
-from harness_sdk.errors import ConfigError, ServiceError, Unavailable
+from harness_sdk.errors import ServiceError, Unavailable
 from harness_sdk.record import record_from_bytes, record_to_bytes
 from rollout_service.redis_state import read_stream_state
 from tests.records import small_record
@@ -435,12 +435,6 @@ async def test_upload_waits_for_memory_and_says_so_where_none_comes(
     assert not uploading.done()
     await link.client.config_set("maxmemory", "0")
     await uploading
-
-
-def test_address_that_is_none_is_refused_without_its_password() -> None:
-    with pytest.raises(ConfigError, match=r"redis\.url is no address") as error:
-        RedisLink("http://user:secret@host")
-    assert "secret" not in str(error.value)
 
 
 async def test_permits_only_rise_and_wake_the_runner(link: RedisLink) -> None:

@@ -17,6 +17,7 @@ CONTRACTS = (
     "harness_sdk.records_file",
     "harness_sdk.control",
     "harness_sdk.broker_address",
+    "harness_sdk.redis_client",
     "harness_sdk.web_origin",
     "harness_sdk.exposition",
     "harness_sdk.log_ids",

@@ -16,6 +16,7 @@ LIGHT = (
     "harness_sdk.errors",
     "harness_sdk.record",
     "harness_sdk.control",
+    "harness_sdk.redis_client",
     "harness_sdk.tracing",
     "harness_sdk.cli.__main__",
     "harness_sdk.cli.settings",

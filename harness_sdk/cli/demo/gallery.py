@@ -32,7 +32,7 @@ class Gallery:
 
         Everything sent after the block was entered is seen.
         """
-        from rollout_service.redis_client import redis_client
+        from harness_sdk.redis_client import redis_client
 
         key = episodes_key(run)
         async with redis_client(redis_url) as client:

@@ -21,8 +21,8 @@ from harness_sdk.cli.watch.board import BROKER, MAX_STEPS, REDIS, REPLICAS, Boar
 from harness_sdk.cli.watch.episodes import read_entry
 from harness_sdk.errors import HarnessError
 from harness_sdk.options import TlsOptions
+from harness_sdk.redis_client import redis_client
 from rollout_service.bus import follow_bus_state
-from rollout_service.redis_client import redis_client
 from rollout_service.redis_state import stream_state
 
 logger = logging.getLogger(__name__)
