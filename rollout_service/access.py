@@ -1,6 +1,8 @@
 """Who may call what: bearer tokens, their scopes, and whose episodes a call may touch.
 
-An agent reaches what it opened itself, a trainer looks on, an administrator reaches everything.
+An agent reaches what it opened itself, a trainer looks on, an administrator reaches every episode
+by its id over gRPC. A session of the OpenAI-compatible endpoint is found by its owner's name and
+its own, so there everybody, an administrator too, reaches those of their own name alone.
 Nobody pushes an adapter here: versions come over the control bus alone.
 """
 
@@ -30,7 +32,7 @@ class Scope(StrEnum):
     TRAINER = "trainer"
     """Handshake and status."""
     ADMIN = "admin"
-    """Everything, in every episode."""
+    """Every call over gRPC, in every episode; over HTTP the sessions of its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Caller:
 
     @property
     def reaches(self) -> str | None:
-        """Owner whose episodes it may call; None is everybody's."""
+        """Owner whose episodes it may call over gRPC; None is everybody's."""
         return None if self.scope is Scope.ADMIN else self.name
 
     def require(self, call: str) -> None:

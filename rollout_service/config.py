@@ -113,7 +113,8 @@ class ServerOptions(Options):
     """Bearer token of scope admin, where everybody shares one."""
     tokens: Path | None = None
     """File of tokens, NAME SCOPE TOKEN in each line: agent reaches the episodes that its NAME
-    opened, trainer the status, admin everything."""
+    opened, trainer the status, admin every episode over gRPC; OpenAI sessions are reached by the
+    NAME that opened them alone."""
     tls_cert: Path | None = None
     """PEM of the certificate chain; set with tls_key."""
     tls_key: Path | None = None

@@ -230,6 +230,22 @@ async def test_openai_sessions_are_their_owners_alone() -> None:
             assert len(service.records.written) == 1
 
 
+async def test_an_administrator_too_has_openai_sessions_of_its_own_alone() -> None:
+    ask: Any = {"model": "m", "extra_headers": {"X-Octopus-Session": "s"}}
+    close: Any = {"cast_to": dict[str, Any], "body": {"reward": 1.0}}
+    async with endpoint(lambda text: "fine", access=ACCESS) as service:
+        alice, root = keyed(service, "alice"), keyed(service, "root")
+        async with alice, root:
+            await alice.chat.completions.create(messages=said("q"), **ask)
+            with pytest.raises(openai.NotFoundError, match="no such session"):
+                await root.post("/octopus/sessions/s/close", **close)
+            await root.chat.completions.create(messages=said("q"), **ask)
+            assert service.sessions.status().open_episodes == 2
+            await root.post("/octopus/sessions/s/close", **close)
+            await alice.post("/octopus/sessions/s/close", **close)
+            assert len(service.records.written) == 2
+
+
 def test_the_configured_file_of_tokens_lets_others_in(tmp_path: Path) -> None:
     settings = {"model": {"path": str(tmp_path)}, "server": {"host": "0.0.0.0"}}
     with pytest.raises(ConfigError, match="open to others"):
