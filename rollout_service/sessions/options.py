@@ -42,8 +42,11 @@ class SessionOptions:
     """Path and mounts together; None takes the model's positions."""
     allow_truncated_sampling: bool = False
     """Accept top_p, top_k and structured; their log-probabilities cannot be trained on."""
-    busy_grace_s: float = 0.5
-    """How long a call waits for the one before it, whose cancellation may still be on its way."""
+    busy_grace_s: float = 2.0
+    """How long a call waits for the one before it, whose cancellation may still be on its way.
+
+    On a loaded machine that takes a second. Waiting holds nothing: it only delays the refusal of
+    a caller who makes two calls at once."""
     max_replies: int = 512
     """Replies that an episode keeps for repeated idempotency keys."""
     max_closed: int = 4096
