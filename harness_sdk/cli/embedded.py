@@ -105,17 +105,6 @@ class ValkeyServer:
 
 
 @contextlib.asynccontextmanager
-async def embedded_valkey(data_dir: Path, port: int = 0) -> AsyncGenerator[str]:
-    """A Valkey server whose appends reach the disk before they are answered; yields its URL."""
-    server = ValkeyServer(data_dir, port)
-    await server.start()
-    try:
-        yield server.url
-    finally:
-        await server.stop()
-
-
-@contextlib.asynccontextmanager
 async def embedded_broker(port: int = 0) -> AsyncGenerator[str]:
     """An MQTT 3.1.1 broker in this process; yields its URL. Retained messages live as long as it.
 

@@ -255,13 +255,13 @@ async def _serve_host(pipe: Any, link: Link, folder: Path) -> None:
     import redis.asyncio
 
     from harness_sdk import control
-    from harness_sdk.cli.embedded import embedded_valkey
     from harness_sdk.record import record_from_bytes
     from rollout_service.server import serve
     from rollout_service.sessions import SessionOptions, Sessions
     from rollout_service.stream import EpisodeStream
     from tests.fuzz.dice import DiceEngine
     from tests.session_cases import CHAT
+    from tests.valkey import embedded_valkey
 
     engine = DiceEngine(0)
     async with (

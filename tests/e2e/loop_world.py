@@ -13,12 +13,13 @@ from typing import Any
 import redis.asyncio
 
 from harness_sdk import OctopusClient, SamplingOptions, control
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.permits import redis_permits
 from harness_sdk.record import EpisodeRecord, NodeKind, record_from_bytes
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
 from tests.chat_tokenizers import save_chat_tokenizer
+from tests.valkey import embedded_valkey
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics

@@ -17,7 +17,7 @@ import pytest
 import redis.asyncio
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.cli.processes import free_port, spawn, stop
 from harness_sdk.cli.stack import LocalStack
 from harness_sdk.cli.stack_config import StackConfig
@@ -28,6 +28,7 @@ from rollout_service.bus import read_bus_state
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.e2e.rollout_process import ROLLOUT, play_episode, until_gone, until_listening
 from tests.tiny_models import save_tiny_model
+from tests.valkey import embedded_valkey
 
 
 @pytest.fixture(scope="module")

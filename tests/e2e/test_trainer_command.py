@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.cli.processes import free_port, spawn, stop
 from harness_sdk.record import record_to_bytes
 from harness_sdk.records_file import write_records
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
+from tests.valkey import embedded_valkey
 from trainer_service.metrics import read_metrics
 from trainer_service.stream import RedisLink
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.record import EpisodeRecord
 from rollout_service.chat import ChatRenderer
 from rollout_service.openai import serve_openai
@@ -22,6 +21,7 @@ from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
 from tests.chat_tokenizers import chat_tokenizer
 from tests.service.sdk_service import ScriptedEngine, calls
+from tests.valkey import embedded_valkey
 
 RUN = "local"
 

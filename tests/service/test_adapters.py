@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 
 import rollout_service.adapters
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from rollout_service.adapters import Adapters
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.stream import EpisodeStream
 from tests.tiny_models import LORA_TARGETS, save_tiny_model
+from tests.valkey import embedded_valkey
 
 # peft 0.21 reads the name that transformers 5.24 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")

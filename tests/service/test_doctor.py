@@ -23,13 +23,14 @@ from harness_sdk import OctopusClient, control
 from harness_sdk.cli import doctor
 from harness_sdk.cli.__main__ import main
 from harness_sdk.cli.doctor.machine import check_gpus
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.cli.processes import free_port
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.engine_cases import save_adapter
 from tests.service.sdk_service import scripted
 from tests.tiny_models import save_tiny_model
+from tests.valkey import embedded_valkey
 
 
 @pytest.fixture

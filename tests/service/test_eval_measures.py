@@ -10,12 +10,12 @@ import pytest
 import redis.asyncio
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.cli.processes import free_port
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from tests.service.sdk_service import calls, scripted
 from tests.service.test_sdk_runner import octopus
 from tests.tiny_models import tiny_model
+from tests.valkey import embedded_valkey
 
 AGENT = """
 from harness_sdk import Limits, SamplingOptions, Thread, ToolLoop

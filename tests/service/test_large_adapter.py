@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_valkey
 from rollout_service.stream import EpisodeStream
+from tests.valkey import embedded_valkey
 from trainer_service.run_keys import upload_adapter
 from trainer_service.stream import RedisLink
 

@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.cli.settings import validate_config
 from harness_sdk.client import OctopusClient
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
@@ -33,6 +33,7 @@ from rollout_service.engine.transformers.model import model_hash
 from rollout_service.service import RolloutService, run_service
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import LORA_TARGETS, save_tiny_model
+from tests.valkey import embedded_valkey
 
 # peft 0.21 reads the name that transformers 5.24 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")

@@ -15,7 +15,7 @@ import pytest
 
 from harness_sdk import Limits, OctopusClient, SamplingOptions, Thread
 from harness_sdk.agents import Agent, load_agent
-from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
+from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.cli.processes import free_port
 from harness_sdk.control import permits_key, running_key
 from harness_sdk.errors import ClientClosed, ConfigError, ServiceError, ToolError, Unavailable
@@ -25,6 +25,7 @@ from harness_sdk.runner import GroupOutcome, Runner, RunOptions, new_group_id
 from harness_sdk.summary import summarise
 from tests.service.sdk_service import Running, calls, scripted
 from tests.unit.scripted_server import until
+from tests.valkey import embedded_valkey
 
 AGENT = """
 from answers import ANSWERS

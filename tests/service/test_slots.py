@@ -14,13 +14,14 @@ import aiomqtt
 import pytest
 
 from harness_sdk import Episode, OctopusClient, SamplingOptions, control
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.control import ReplicaState
 from harness_sdk.record import record_to_bytes
 from rollout_service.bus import read_bus_state
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
 from tests.records import small_record
+from tests.valkey import embedded_valkey
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics

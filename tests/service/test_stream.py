@@ -14,11 +14,12 @@ import pytest
 import redis.asyncio
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import ValkeyServer, embedded_valkey
+from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
 from harness_sdk.record import EpisodeRecord, Node, NodeKind, record_from_bytes, record_to_bytes
 from rollout_service.redis_state import read_server_settings, read_stream_state
 from rollout_service.stream import EpisodeStream
+from tests.valkey import embedded_valkey
 
 RUN = "test"
 KEY = control.episodes_key(RUN)

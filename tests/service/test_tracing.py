@@ -21,7 +21,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from harness_sdk import OctopusClient, ToolLoop, control, tracing
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.record import record_from_bytes, record_to_bytes
 from harness_sdk.redis_client import redis_client
 from rollout_service.chat import ChatRenderer
@@ -32,6 +31,7 @@ from tests.chat_tokenizers import chat_tokenizer
 from tests.service.sdk_service import ScriptedEngine, calls, scripted
 from tests.tiny_models import save_tiny_model
 from tests.trainer_runs import episodes, stream_config
+from tests.valkey import embedded_valkey
 from trainer_service.loop import train
 from trainer_service.stream import RedisLink
 

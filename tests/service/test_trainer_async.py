@@ -17,7 +17,7 @@ import pytest
 
 from harness_sdk import Episode, OctopusClient, SamplingOptions, Thread, control
 from harness_sdk.agents import Agent
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.errors import ToolError
 from harness_sdk.permits import redis_permits
 from harness_sdk.record import EpisodeRecord, record_from_bytes
@@ -25,6 +25,7 @@ from harness_sdk.replicas import Replicas
 from harness_sdk.runner import Runner, RunOptions
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
+from tests.valkey import embedded_valkey
 from trainer_service import loop
 from trainer_service.config import TrainerConfig
 from trainer_service.metrics import read_metrics

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_broker, embedded_valkey
+from harness_sdk.cli.embedded import embedded_broker
 from rollout_service.bus import read_bus_state
 from tests.tiny_models import save_tiny_model
 from tests.trainer_process import COUNT_FILE, run_trainer
 from tests.trainer_runs import assert_equal, fill, final, stream_config
+from tests.valkey import embedded_valkey
 from trainer_service.config import TrainerConfig
 from trainer_service.run_keys import permits
 from trainer_service.stream import RedisLink

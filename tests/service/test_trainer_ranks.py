@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from harness_sdk import control
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.record import record_to_bytes
 from tests.random_records import random_record
 from tests.tiny_models import save_tiny_model
 from tests.trainer_process import run_trainer
 from tests.trainer_ranks import run_ranks
 from tests.trainer_runs import run_config
+from tests.valkey import embedded_valkey
 from trainer_service.config import RanksOptions, TrainerConfig
 from trainer_service.metrics import read_metrics
 from trainer_service.stream import RedisLink

@@ -14,7 +14,6 @@ import pytest
 
 from harness_sdk import control
 from harness_sdk.cli.__main__ import main
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.record import (
     EpisodeRecord,
     Node,
@@ -29,6 +28,7 @@ from harness_sdk.view.nodes import text_pieces
 from harness_sdk.view.page import flat_tokens
 from harness_sdk.view.shading import k3, stripes, token_shades
 from tests.branching import EVIL, branching_record
+from tests.valkey import embedded_valkey
 
 DECODE = ByteTokenizer().decode
 

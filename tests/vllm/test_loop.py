@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from harness_sdk.cli.embedded import embedded_valkey
 from harness_sdk.cli.processes import free_port, spawn, stop
 from harness_sdk.client import OctopusClient
 from tests.chat_tokenizers import save_chat_tokenizer
@@ -20,6 +19,7 @@ from tests.e2e.rollout_process import (
     until_gone,
     until_listening,
 )
+from tests.valkey import embedded_valkey
 from tests.vllm.models import save_servable_model
 
 pytestmark = [
