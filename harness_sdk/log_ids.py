@@ -7,8 +7,8 @@ asyncio starts inherit them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextvars import ContextVar, Token
 
 NAMES = ("run", "episode", "thread", "request")
 """In the order in which a line tells them."""
@@ -26,11 +26,21 @@ def set_ids(**ids: str) -> None:
     _ids.set({**_ids.get(), **{name: text for name, text in ids.items() if text}})
 
 
-@contextlib.contextmanager
-def log_ids(**ids: str) -> Generator[None]:
-    """Add `ids` within the block; empty ones are left out. Not for bodies of async generators."""
-    before = _ids.set({**_ids.get(), **{name: text for name, text in ids.items() if text}})
-    try:
-        yield
-    finally:
-        _ids.reset(before)
+class log_ids:
+    """Add `ids` within the block; empty ones are left out. Not for bodies of async generators.
+
+    A block that is never left, or by another task than came in, puts nothing back.
+    """
+
+    def __init__(self, **ids: str) -> None:
+        self._ids = {name: text for name, text in ids.items() if text}
+        self._token: Token[Mapping[str, str]] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _ids.set({**_ids.get(), **self._ids})
+
+    def __exit__(self, *error: object) -> None:
+        if self._token is not None:
+            # In another context there is nothing to put back.
+            with contextlib.suppress(ValueError):
+                _ids.reset(self._token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import io
 import json
 import logging
@@ -13,7 +14,7 @@ import pytest
 from harness_sdk import OctopusClient
 from harness_sdk.cli.logs import FORMS, log_arguments, set_up_logging
 from harness_sdk.errors import EngineError
-from harness_sdk.log_ids import NAMES, log_ids, set_ids
+from harness_sdk.log_ids import NAMES, current_ids, log_ids, set_ids
 from harness_sdk.record import EpisodeRecord
 from tests.service.sdk_service import scripted
 
@@ -65,6 +66,16 @@ async def test_lines_carry_the_ids_of_the_task_they_come_from(form: str, log: io
         "off the loop": {"run": "r", "episode": "e"},
         "after": {"run": "r", "episode": "e2"},
     }
+
+
+def test_ids_of_a_block_that_another_context_leaves_stay_where_they_were_set() -> None:
+    block = log_ids(episode="e")
+    entered = contextvars.copy_context()
+    entered.run(block.__enter__)
+    block.__exit__(None, None, None)
+    assert entered.run(current_ids) == {"episode": "e"} and "episode" not in current_ids()
+    entered.run(block.__exit__, None, None, None)
+    assert "episode" not in entered.run(current_ids)
 
 
 def test_nothing_that_was_said_forges_a_line(
