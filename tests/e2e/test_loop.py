@@ -21,7 +21,6 @@ from trainer_service.loop import train
 from trainer_service.metrics import read_metrics
 
 
-
 @contextlib.asynccontextmanager
 async def _world(folder: Path, family: str) -> AsyncIterator[LoopWorld]:
     # Nearly uniform models would agree whatever they saw.
@@ -79,7 +78,8 @@ async def test_publishes_at_lr_zero_leave_divergence_and_weights_as_they_were(
     assert all(line["optim/grad_norm"] > 0.0 for line in lines)
     assert max(line["divergence/kl_mean"] for line in lines) < 1e-8
     assert max(line["divergence/dlogp_max"] for line in lines) <= 5e-5
-    newest = load_file(config.folder / "adapters" / str(1 + num_steps) / "adapter_model.safetensors")
+    newest_folder = config.folder / "adapters" / str(1 + num_steps)
+    newest = load_file(newest_folder / "adapter_model.safetensors")
     first = load_file(start / "adapter_model.safetensors")
     assert newest.keys() == first.keys()
     for name, tensor in newest.items():
