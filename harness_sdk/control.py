@@ -173,6 +173,11 @@ class ReplicaState:
         try:
             for name in ("versions", "probe_logprobs"):
                 data[name] = tuple(data.get(name, ()))
+            texts = (data.get(name, "") for name in ("replica_id", "address", "error"))
+            if not (
+                all(isinstance(text, str) for text in texts) and isinstance(data["alive"], bool)
+            ):
+                raise TypeError("a text or a truth value is expected")
             return cls(**data)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError("not a replica state", value=payload[:200]) from error

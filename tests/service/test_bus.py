@@ -18,7 +18,7 @@ from harness_sdk import control
 from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.cli.processes import free_port
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
-from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.errors import ConfigError, ProtocolError, Unavailable
 from rollout_service.bus import BusState, ControlBus, broker_retains, read_bus_state
 
 RUN = "test"
@@ -137,6 +137,15 @@ async def test_unreachable_or_malformed_broker_is_a_typed_error() -> None:
 
 def test_replica_state_json_is_what_the_trainer_reads() -> None:
     assert ReplicaState.from_json(json.dumps(json.loads(STATE.to_json()))) == STATE
+
+
+@pytest.mark.parametrize(
+    "field, value", [("address", ["127.0.0.1:7040"]), ("alive", "yes"), ("replica_id", 1), ("x", 0)]
+)
+def test_a_payload_of_other_types_is_no_replica_state(field: str, value: object) -> None:
+    payload = json.dumps({**json.loads(STATE.to_json()), field: value})
+    with pytest.raises(ProtocolError, match="not a replica state"):
+        ReplicaState.from_json(payload)
 
 
 async def test_other_retained_topics_are_left_alone(
