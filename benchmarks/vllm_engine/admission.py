@@ -54,7 +54,8 @@ async def admission(world: World, report: Report, folder: Path, *, publish: bool
     outcome = _Outcome()
     watching = asyncio.create_task(_watch(world, outcome))
     publishing = asyncio.create_task(_publish(world, report, folder)) if publish else None
-    async with told(report, "admission", outcome.tally):
+    played = outcome.tally
+    async with told(report, "admission", played, lambda _: {"turns": played.turns}):
         await _play_all(world, scripts, outcome, lambda: _tell(world, report, outcome))
     watching.cancel()
     _tell(world, report, outcome)

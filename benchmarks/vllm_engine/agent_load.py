@@ -51,7 +51,12 @@ async def agent_load(world: World, report: Report) -> None:
     before = world.engine.stats()
     tally, totals = Tally(), _totals()
     begin = time.perf_counter()
-    async with told(report, "agent_load", tally):
+
+    def so_far(seconds: float) -> dict[str, Any]:
+        sampled = world.engine.stats().tokens_sampled - before.tokens_sampled
+        return counts(tally, seconds, sampled)
+
+    async with told(report, "agent_load", tally, so_far):
         await _play_all(world, scripts, tally, totals, "load")
     seconds = time.perf_counter() - begin
     after = world.engine.stats()
@@ -146,7 +151,11 @@ async def decode_rate(streams: list[AsyncIterator[int]]) -> float:
 
 
 def counts(tally: Tally, seconds: float, sampled: int) -> dict[str, Any]:
-    """What both engines report alike."""
+    """What both engines report alike; None for a latency of which there is none yet."""
+
+    def seconds_at(values: list[float], share: float) -> float | None:
+        return round(quantile(values, share), 4) if values else None
+
     return {
         "turns": tally.turns,
         "forks": tally.forks,
@@ -154,10 +163,10 @@ def counts(tally: Tally, seconds: float, sampled: int) -> dict[str, Any]:
         "reads": tally.reads,
         "tokens_sampled": sampled,
         "sampled_tokens_per_s": round(sampled / seconds, 1),
-        "turn_p50_s": round(quantile(tally.turn_s, 0.5), 4),
-        "turn_p95_s": round(quantile(tally.turn_s, 0.95), 4),
-        "episode_p50_s": round(quantile(tally.episode_s, 0.5), 3),
-        "episode_p95_s": round(quantile(tally.episode_s, 0.95), 3),
+        "turn_p50_s": seconds_at(tally.turn_s, 0.5),
+        "turn_p95_s": seconds_at(tally.turn_s, 0.95),
+        "episode_p50_s": seconds_at(tally.episode_s, 0.5),
+        "episode_p95_s": seconds_at(tally.episode_s, 0.95),
     }
 
 

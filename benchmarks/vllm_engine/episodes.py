@@ -10,10 +10,10 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.vllm_engine.report import Report, say
 from benchmarks.vllm_engine.scale import Load
@@ -64,20 +64,23 @@ class Tally:
 
 
 @asynccontextmanager
-async def told(report: Report, name: str, tally: Tally) -> AsyncIterator[None]:
-    """Write every few seconds what has been played: a run that is cut short keeps it."""
+async def told(
+    report: Report, name: str, tally: Tally, figures: Callable[[float], dict[str, Any]]
+) -> AsyncIterator[None]:
+    """Write every few seconds what has been played: a run that is cut short keeps it.
+
+    Args:
+        figures: What else to keep, from the seconds since the beginning.
+    """
     begin = time.perf_counter()
 
     async def tell() -> None:
         while True:
             await asyncio.sleep(_TELL_S)
-            played = {
-                "seconds": round(time.perf_counter() - begin, 2),
-                "episodes": len(tally.episode_s),
-                "turns": tally.turns,
-            }
-            say(f"{name}: {played}")
-            report.put_detail(f"{name}_so_far", played)
+            seconds = time.perf_counter() - begin
+            played = {"seconds": round(seconds, 2), "episodes": len(tally.episode_s)}
+            say(f"{name}: {played | {'turns': tally.turns}}")
+            report.put_detail(f"{name}_so_far", played | figures(seconds))
 
     telling = asyncio.create_task(tell())
     try:

@@ -56,13 +56,13 @@ class Plain:
             output_kind=self._seams.RequestOutputKind.DELTA,
         )
         request = f"plain-{next(self._numbers)}"
-        self.prompt_tokens += len(prompt)
         cached = 0
         async for raw in self._llm.generate({"prompt_token_ids": prompt}, params, request):
             cached = max(cached, raw.num_cached_tokens or 0)
             ids = list(raw.outputs[0].token_ids)
             self.sampled += len(ids)
             yield ids
+        self.prompt_tokens += len(prompt)
         self.cached_tokens += cached
 
     async def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -118,27 +118,27 @@ async def plain_load(plain: Plain, scale: Scale, texts: Texts, report: Report) -
     await _play_all(plain, warm_up, load, Tally())
     before = (plain.prompt_tokens, plain.cached_tokens, plain.sampled)
     tally = Tally()
-    begin = time.perf_counter()
-    async with told(report, "plain_load", tally):
-        await _play_all(plain, scripts, load, tally)
-    seconds = time.perf_counter() - begin
-    prompt, cached, sampled = (
-        now - then
-        for now, then in zip(
-            (plain.prompt_tokens, plain.cached_tokens, plain.sampled), before, strict=True
+
+    def figures(seconds: float) -> dict[str, Any]:
+        prompt, cached, sampled = (
+            now - then
+            for now, then in zip(
+                (plain.prompt_tokens, plain.cached_tokens, plain.sampled), before, strict=True
+            )
         )
-    )
-    report.put_detail(
-        "plain_load",
-        {
-            "seconds": round(seconds, 2),
-            "episodes": load.num_episodes,
+        return {
             **counts(tally, seconds, sampled),
             "prompt_tokens": prompt,
             "prefill_tokens_computed": prompt - cached,
-            "kv_hit_rate": round(cached / prompt, 5),
-        },
-    )
+            "kv_hit_rate": round(cached / max(prompt, 1), 5),
+        }
+
+    begin = time.perf_counter()
+    async with told(report, "plain_load", tally, figures):
+        await _play_all(plain, scripts, load, tally)
+    seconds = time.perf_counter() - begin
+    found = {"seconds": round(seconds, 2), "episodes": load.num_episodes, **figures(seconds)}
+    report.put_detail("plain_load", found)
     compare(report)
 
 

@@ -29,7 +29,7 @@ LIMIT_S = {
     "resident": 120,
     "load": 240,
     "decode": 90,
-    "plain_load": 300,
+    "plain_load": 480,
     "plain_decode": 90,
     "admission": 300,
     "adapters": 120,
@@ -97,8 +97,8 @@ class Run:
         texts = Texts(self.folder)
         async with plain.running_plain(self.scale, self.folder) as engine, self.turn():
             for name, measure in (
-                ("plain_load", plain.plain_load),
                 ("plain_decode", plain.plain_decode),
+                ("plain_load", plain.plain_load),
             ):
                 await self.measure(
                     name, lambda m=measure: m(engine, self.scale, texts, self.report)
