@@ -23,7 +23,7 @@ from tests.attention_cases import (
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import calls, tree_attention
-from tree_kernels.attention.libraries import Cudnn, Efficient, Flash
+from tree_kernels.attention.libraries import CutCudnn, Efficient, Flash
 from tree_kernels.attention.self_test import batch_library, lone_library
 from tree_kernels.layout import PieceLayout, cut_pieces
 
@@ -60,7 +60,7 @@ def test_fast_libraries_pass_their_self_test() -> None:
         if major >= 8:
             assert batch_library(device, torch.bfloat16, *heads, dim) is Flash
         if major == 9:
-            assert lone_library(device, torch.bfloat16, *heads, dim) is Cudnn
+            assert lone_library(device, torch.bfloat16, *heads, dim) is CutCudnn
 
 
 def test_the_first_call_may_be_in_a_checkpointed_layer() -> None:
@@ -111,6 +111,16 @@ def test_lone_calls_equal_the_dense_mask(
     name: str, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "LONE_FLOPS", 1e6)
+    assert too_wrong(wide(name, dim), torch.bfloat16) == {}
+
+
+@pytest.mark.parametrize("dim", HEADS)
+@pytest.mark.parametrize("name", ["lengths", "nested_mounts", "one_node_1000"])
+def test_plans_of_exact_lengths_equal_the_dense_mask(
+    name: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "LONE_FLOPS", 1e6)
+    monkeypatch.setattr(calls, "PIECE_ROWS", 64)
     assert too_wrong(wide(name, dim), torch.bfloat16) == {}
 
 

@@ -18,6 +18,7 @@ import torch
 
 from tests.attention_cases import (
     CASES,
+    GROUPINGS,
     INTERPRETED,
     Attend,
     AttentionCase,
@@ -30,7 +31,7 @@ from tests.attention_cases import (
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import tree_attention
-from tree_kernels.attention.calls import LONE_FLOPS, plan_calls
+from tree_kernels.attention.calls import LONE_FLOPS, PIECE_ROWS, Call, plan_calls
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces
 
@@ -137,7 +138,7 @@ def report() -> dict[str, Any]:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("grouping", ["batched", "lone"])
+@pytest.mark.parametrize("grouping", GROUPINGS)
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_calls_and_merges_equal_the_dense_mask(
     report: dict[str, Any], name: str, grouping: str
@@ -185,3 +186,55 @@ def test_large_parts_are_lone_calls_on_views() -> None:
     wide = plan.calls[0]
     assert (wide.query_rows, wide.key_rows) == (slice(15360, 65536), slice(0, 8192))
     assert not wide.square and all(call.square for call in plan.calls[1:])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("piece_rows", [1, 8, 64])
+def test_backward_computes_each_visible_pair_once(name: str, piece_rows: int) -> None:
+    case = CASES[name]
+    total = case.num_tokens
+    plan = plan_calls(
+        case.tree.layout.parts(mounted=case.mounted),
+        total,
+        total,
+        torch.device("cpu"),
+        width=64,
+        lone_flops=0.0,
+        piece_rows=piece_rows,
+    )
+    times = torch.zeros(total, total, dtype=torch.int64)
+    for call in plan.backward_calls:
+        assert call.max_queries <= plan.calls[call.source].max_queries
+        times[call.query_rows, call.key_rows] += seen_by(call)
+    assert torch.equal(times, visible(case).long())
+
+
+def seen_by(call: Call) -> torch.Tensor:
+    """Which pairs a call of one sequence computes."""
+    pairs = torch.ones(call.max_queries, call.max_keys, dtype=torch.int64)
+    return pairs.tril() if call.square else pairs
+
+
+def test_pieces_are_nearly_all_pairs_and_of_few_lengths() -> None:
+    lengths, pairs, exact_pairs = set(), 0, 0
+    for trunk, leaf in ((8192, 7168), (15_872, 512), (5003, 3001), (12_288, 8060), (32_700, 60)):
+        layout = TreeLayout.build([-1] + [0] * 8, [trunk] + [leaf] * 8)
+        total = layout.num_tokens
+        plan = plan_calls(
+            layout.parts(mounted=False),
+            total,
+            total,
+            torch.device("cpu"),
+            width=4096,
+            lone_flops=LONE_FLOPS,
+            piece_rows=PIECE_ROWS,
+        )
+        assert len(plan.backward_calls) <= 70
+        for call in plan.backward_calls:
+            pairs += (num_pairs := call.max_queries * call.max_keys)
+            if call.exact:
+                exact_pairs += num_pairs
+                lengths |= {call.max_queries, call.max_keys}
+    assert exact_pairs >= 0.9 * pairs
+    assert lengths <= {1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768,
+                       49_152, 65_536}  # fmt: skip

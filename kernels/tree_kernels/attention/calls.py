@@ -1,12 +1,13 @@
 """Which parts of tree attention are computed by one library call, and where their rows go.
 
 Parts that keep a GPU busy are calls of their own on views of the strip. Smaller ones are gathered
-and share calls with parts of about their size, as sequences of one batch.
+and share calls with parts of about their size, as sequences of one batch. Backward may cut the
+former to pieces of few lengths, for which a library has faster plans than for any length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +23,25 @@ _SMALLEST = 128
 """Rows below which parts count as equally long: kernels compute blocks of that many."""
 _CLASS_RATIO = 4
 """Lengths in one batch differ by at most this: a batch launches blocks for its longest."""
+PIECE_ROWS = 1024
+"""The shortest piece that is cut off a long part."""
+_LONGEST_PIECE = 1 << 16
+_REST = 16
+"""What is left of an interval after cuts is less than this fraction of it, or a shortest piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Group:
+    """The parts, or pieces of parts, of one call."""
+
+    square: bool
+    lone: bool
+    exact: bool
+    source: int
+    queries: np.ndarray
+    """Query rows `[begin, end)` of each, `[n, 2]`."""
+    keys: np.ndarray
+    """Key rows `[begin, end)` of each, `[n, 2]`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +51,10 @@ class Call:
     square: bool
     lone: bool
     """One sequence, of many rows."""
+    exact: bool
+    """It has a length of the few that pieces have, and as many keys as pieces have."""
+    source: int
+    """The call of the forward pass that computes these pairs."""
     query_rows: torch.Tensor | slice
     """Rows of the strip, sequence by sequence, N of them."""
     key_rows: torch.Tensor | slice
@@ -68,10 +92,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallPlan:
-    """All calls of one layout, forward and backward."""
+    """All calls of one layout."""
 
     calls: tuple[Call, ...]
+    """Of the forward pass."""
+    out_terms: Terms
+    backward_calls: tuple[Call, ...]
     query_terms: Terms
+    """Gradients of queries among the results of backward calls."""
     key_terms: Terms
 
 
@@ -83,6 +111,7 @@ def plan_calls(
     *,
     width: int,
     lone_flops: float,
+    piece_rows: int | None = None,
 ) -> CallPlan:
     """Group the parts into calls.
 
@@ -94,37 +123,96 @@ def plan_calls(
         width: Query heads times their size.
         lone_flops: Forward FLOPs from which a part is a call of its own; infinite where no library
             takes lone calls.
+        piece_rows: The shortest piece that backward cuts off them, or None to cut nothing.
     """
     groups = _groups(parts, width, lone_flops)
-    calls = tuple(
-        _call(parts, group, device, square=key[0] == "square", lone=key[1]) for key, group in groups
-    )
-    members = [group for _, group in groups]
+    calls = _calls(groups, device)
+    out_terms = _terms([group.queries for group in groups], num_queries, device)
+    backward_calls, query_terms, cut = calls, out_terms, groups
+    if piece_rows is not None:
+        cut = [piece for group in groups for piece in _pieces(group, piece_rows)]
+        backward_calls = _calls(cut, device)
+        query_terms = _terms([piece.queries for piece in cut], num_queries, device)
     return CallPlan(
         calls=calls,
-        query_terms=_terms(parts.queries, members, num_queries, device),
-        key_terms=_terms(parts.keys, members, num_keys, device),
+        out_terms=out_terms,
+        backward_calls=backward_calls,
+        query_terms=query_terms,
+        key_terms=_terms([piece.keys for piece in cut], num_keys, device),
     )
 
 
-def _groups(
-    parts: AttentionParts, width: int, lone_flops: float
-) -> list[tuple[tuple[str, bool], np.ndarray]]:
-    """What each call computes: the kind of its parts, whether it is a lone one, and the parts."""
+def _groups(parts: AttentionParts, width: int, lone_flops: float) -> list[_Group]:
+    """Which parts the calls of the forward pass compute."""
     rows, keys = np.diff(parts.queries)[:, 0], np.diff(parts.keys)[:, 0]
     square = np.arange(len(rows)) < parts.num_squares
     flops = 4.0 * width * rows * keys * np.where(square, 0.5, 1.0)
     alone = flops >= lone_flops
-    found = []
     # The longest first: while the GPU computes them, the host prepares the others.
-    for part in sorted(np.flatnonzero(alone), key=lambda part: -flops[part]):
-        found.append((("square" if square[part] else "rectangle", True), np.array([part])))
+    found = [np.array([part]) for part in sorted(np.flatnonzero(alone), key=lambda n: -flops[n])]
+    num_lone = len(found)
     classes = np.stack([~square, _size_class(rows), _size_class(keys)], axis=1)
     rest = np.flatnonzero(~alone)
     for sizes in np.unique(classes[rest], axis=0):
-        group = rest[(classes[rest] == sizes).all(axis=1)]
-        found.append((("rectangle" if sizes[0] else "square", False), group))
-    return found
+        found.append(rest[(classes[rest] == sizes).all(axis=1)])
+    return [
+        _Group(
+            square=bool(square[members[0]]),
+            lone=place < num_lone,
+            exact=False,
+            source=place,
+            queries=parts.queries[members],
+            keys=parts.keys[members],
+        )
+        for place, members in enumerate(found)
+    ]
+
+
+def _pieces(group: _Group, least: int) -> Iterator[_Group]:
+    """What backward computes of a call: of a lone one, pieces."""
+    if not group.lone:
+        yield group
+        return
+    (begin, end), (first, last) = group.queries[0].tolist(), group.keys[0].tolist()
+    for left, right in _cuts(first, last, least):
+        below = begin
+        if group.square:
+            below += right - first
+            own = (begin + left - first, below)
+            yield _piece(group, own, (left, right), least, square=True)
+        for rows in _cuts(below, end, least):
+            yield _piece(group, rows, (left, right), least, square=False)
+
+
+def _piece(
+    group: _Group, rows: tuple[int, int], keys: tuple[int, int], least: int, *, square: bool
+) -> _Group:
+    return _Group(
+        square=square,
+        lone=True,
+        exact=all(end - begin == _largest(end - begin, least) for begin, end in (rows, keys)),
+        source=group.source,
+        queries=np.array([rows]),
+        keys=np.array([keys]),
+    )
+
+
+def _cuts(begin: int, end: int, least: int) -> Iterator[tuple[int, int]]:
+    """The interval in pieces of the lengths that `_largest` gives, then a short rest."""
+    enough = max(least, (end - begin) // _REST)
+    while end - begin >= enough:
+        middle = begin + _largest(end - begin, least)
+        yield begin, middle
+        begin = middle
+    if begin < end:
+        yield begin, end
+
+
+def _largest(length: int, least: int) -> int:
+    """The largest 2^n or 1.5 x 2^n that is at most `length`; 0 if it is below `least`."""
+    power = 1 << (min(length, _LONGEST_PIECE).bit_length() - 1)
+    found = power + power // 2 if power + power // 2 <= min(length, _LONGEST_PIECE) else power
+    return found if found >= least else 0
 
 
 def _size_class(lengths: np.ndarray) -> np.ndarray:
@@ -132,55 +220,91 @@ def _size_class(lengths: np.ndarray) -> np.ndarray:
     return np.ceil(np.log(excess) / np.log(_CLASS_RATIO) - 1e-9).astype(np.int64)
 
 
-def _call(
-    parts: AttentionParts, group: np.ndarray, device: torch.device, *, square: bool, lone: bool
-) -> Call:
-    queries, keys = parts.queries[group], parts.keys[group]
-    return Call(
-        square=square,
-        lone=lone,
-        query_rows=_rows(queries, device),
-        key_rows=_rows(keys, device),
-        query_begins=_begins(queries, device),
-        key_begins=_begins(keys, device),
-        max_queries=int(np.diff(queries).max()),
-        max_keys=int(np.diff(keys).max()),
+def _calls(groups: list[_Group], device: torch.device) -> tuple[Call, ...]:
+    begins = [_begins(rows) for group in groups for rows in (group.queries, group.keys)]
+    # One copy for all: each takes as long as a small kernel.
+    table = torch.from_numpy(np.concatenate(begins).astype(np.int32))
+    sequences = iter(table.to(device, non_blocking=True).split([len(each) for each in begins]))
+    return tuple(
+        Call(
+            square=group.square,
+            lone=group.lone,
+            exact=group.exact,
+            source=group.source,
+            query_rows=_rows(group.queries, device),
+            key_rows=_rows(group.keys, device),
+            query_begins=next(sequences),
+            key_begins=next(sequences),
+            max_queries=int((group.queries[:, 1] - group.queries[:, 0]).max()),
+            max_keys=int((group.keys[:, 1] - group.keys[:, 0]).max()),
+        )
+        for group in groups
     )
 
 
 def _rows(intervals: np.ndarray, device: torch.device) -> torch.Tensor | slice:
     """The rows of the intervals one after the other; a slice where they are one interval."""
-    if (intervals[1:, 0] == intervals[:-1, 1]).all():
+    if _follow_each_other(intervals):
         return slice(int(intervals[0, 0]), int(intervals[-1, 1]))
-    return torch.from_numpy(_ranges(intervals)).to(device)
+    lengths, begins = np.diff(intervals)[:, 0], _begins(intervals)[:-1]
+    counts, shifts = _tensors(np.stack([lengths, intervals[:, 0] - begins]), device)
+    total = int(lengths.sum())
+    return _repeated(shifts, counts, total).add_(torch.arange(total, device=device))
 
 
-def _begins(intervals: np.ndarray, device: torch.device) -> torch.Tensor:
-    begins = np.cumsum(np.append(0, np.diff(intervals)[:, 0]))
-    return torch.from_numpy(begins.astype(np.int32)).to(device)
+def _follow_each_other(intervals: np.ndarray) -> bool:
+    return bool((intervals[1:, 0] == intervals[:-1, 1]).all())
 
 
-def _ranges(intervals: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(begin, end) for begin, end in intervals])
+def _begins(intervals: np.ndarray) -> np.ndarray:
+    """Where each interval begins if they follow each other from 0, and where the last ends."""
+    begins = np.zeros(len(intervals) + 1, dtype=np.int64)
+    np.cumsum(intervals[:, 1] - intervals[:, 0], out=begins[1:])
+    return begins
 
 
-def _terms(
-    intervals: np.ndarray, groups: list[np.ndarray], num_rows: int, device: torch.device
-) -> Terms:
-    """Terms of each row in the order of the calls."""
-    taken = [_ranges(intervals[group]) for group in groups]
-    rows = np.concatenate(taken)
-    calls = np.repeat(np.arange(len(taken)), [len(each) for each in taken])
-    places = np.concatenate([np.arange(len(each)) for each in taken])
-    order = np.argsort(rows, kind="stable")
-    begins = np.cumsum(np.append(0, np.bincount(rows, minlength=num_rows)))
-    tensor: Callable[[np.ndarray], torch.Tensor] = lambda values: torch.from_numpy(  # noqa: E731
-        values.astype(np.int32)
-    ).to(device)
-    whole = len(groups) == 1 and np.array_equal(rows, np.arange(num_rows))
+def _terms(groups: list[np.ndarray], num_rows: int, device: torch.device) -> Terms:
+    """Terms of each row in the order of the calls, given the intervals of their rows.
+
+    Rows between two neighbouring bounds of intervals have the same terms. So the host makes tables
+    of such cells, which are few, and the device those of rows.
+    """
+    intervals = np.concatenate(groups)
+    calls = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    places = np.concatenate([_begins(group)[:-1] for group in groups])
+    bounds = np.unique(np.append(intervals, [0, num_rows]))
+    first, stop = np.searchsorted(bounds, intervals.T)
+    members = np.repeat(np.arange(len(intervals)), stop - first)
+    cells = np.concatenate([np.arange(*span) for span in zip(first, stop, strict=True)])
+    order = np.argsort(cells, kind="stable")
+    members, terms = members[order], np.bincount(cells, minlength=len(bounds) - 1)
+
+    rows = torch.arange(num_rows, device=device)
+    cell_rows, cell_terms = _tensors(np.stack([np.diff(bounds), terms]), device)
+    term_calls, shifts = _tensors(np.stack([calls, places - intervals[:, 0]])[:, members], device)
+    counts = _repeated(cell_terms, cell_rows, num_rows)
+    begins = counts.new_zeros(num_rows + 1)
+    torch.cumsum(counts, 0, out=begins[1:])
+    total = int((np.diff(bounds) * terms).sum())
+    row_of = _repeated(rows, counts, total)
+    # A row's first term in the tables of cells, less its first in those of rows.
+    offsets = _repeated(cell_terms.cumsum(0) - cell_terms, cell_rows, num_rows) - begins[:-1]
+    term = torch.arange(total, device=device) + offsets[row_of]
     return Terms(
-        begins=tensor(begins),
-        calls=tensor(calls[order]),
-        rows=tensor(places[order]),
-        given_whole=whole,
+        begins=begins.int(),
+        calls=term_calls[term].int(),
+        rows=(row_of + shifts[term]).int(),
+        given_whole=len(groups) == 1
+        and _follow_each_other(intervals)
+        and (intervals[0, 0], intervals[-1, 1]) == (0, num_rows),
     )
+
+
+def _repeated(values: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
+    # Told their sum, the host does not wait for it.
+    return torch.repeat_interleave(values, counts, output_size=total)
+
+
+def _tensors(table: np.ndarray, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The rows of a table, int64."""
+    return torch.from_numpy(table.astype(np.int64)).to(device, non_blocking=True).unbind()

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from tree_kernels.attention import calls
 from tree_kernels.attention import triton as kernels
 from tree_kernels.attention.calls import Call, CallPlan, Terms
-from tree_kernels.attention.libraries import Forward, Library
+from tree_kernels.attention.libraries import CutCudnn, Forward, Library
 from tree_kernels.layout import AttentionParts
 
 _MERGE_BLOCK = 4096
@@ -34,10 +34,17 @@ def device_tree_attention(
     merged, the results of all parts are kept: of a row one for each part that it is in."""
     width = query.shape[1] * query.shape[2]
     lone_flops = math.inf if libraries[1] is None else calls.LONE_FLOPS
-    key_of = ("calls", query.device, width, lone_flops)
+    piece_rows = calls.PIECE_ROWS if isinstance(libraries[1], CutCudnn) else None
+    key_of = ("calls", query.device, width, lone_flops, piece_rows)
     if key_of not in parts.tables:
         parts.tables[key_of] = calls.plan_calls(
-            parts, len(query), len(key), query.device, width=width, lone_flops=lone_flops
+            parts,
+            len(query),
+            len(key),
+            query.device,
+            width=width,
+            lone_flops=lone_flops,
+            piece_rows=piece_rows,
         )
     return run_plan(query, key, value, parts.tables[key_of], libraries, scale)
 
@@ -77,7 +84,7 @@ class _DeviceAttention(torch.autograd.Function):
             )
             for call in plan.calls
         ]
-        out, logsumexp = _merge(found, plan.query_terms, query)
+        out, logsumexp = _merge(found, plan.out_terms, query)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.plan, ctx.libraries, ctx.scale = plan, libraries, scale
         ctx.states = [state for _, _, state in found]
@@ -99,11 +106,11 @@ class _DeviceAttention(torch.autograd.Function):
                 _take(value, call.key_rows),
                 _take(out, call.query_rows),
                 _take(logsumexp, call.query_rows),
-                state,
+                ctx.states[call.source],
                 call,
                 ctx.scale,
             )
-            for call, state in zip(plan.calls, ctx.states, strict=True)
+            for call in plan.backward_calls
         ]
         d_query = _sum([each[0] for each in found], plan.query_terms, query)
         d_key = _sum([each[1] for each in found], plan.key_terms, key)

@@ -106,6 +106,29 @@ class Cudnn:
         return _rows_first(d_query), _rows_first(d_key), _rows_first(d_value)
 
 
+class CutCudnn(Cudnn):
+    """cuDNN whose backward has plans of exact lengths, twice as fast for pieces."""
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        state: Any,
+        call: Call,
+        scale: float,
+    ) -> Grads:
+        """See `Library`."""
+        if call.exact:
+            # PyTorch rounds lengths only where each row begins where the one before it ends.
+            key, value = torch.stack((key, value), 1).unbind(1)
+            state = (False, *state[1:])
+        return super().backward(d_out, query, key, value, out, logsumexp, state, call, scale)
+
+
 class Flash:
     """FlashAttention 2 as PyTorch brings it, many sequences a call."""
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from tree_kernels.attention.calls import plan_calls
 from tree_kernels.attention.device import run_plan
-from tree_kernels.attention.libraries import Cudnn, Efficient, Flash, Library
+from tree_kernels.attention.libraries import Cudnn, CutCudnn, Efficient, Flash, Library
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import TreeLayout
 from tree_kernels.self_test import kernels_agree, with_gradients
 
 _LENGTHS = (300, 133, 70)
 """Rows of a trunk and two branches: odd, of more than one block."""
+_PIECE_ROWS = 64
+"""Short enough that backward cuts them."""
 
 
 @functools.cache
@@ -28,20 +32,25 @@ def batch_library(
     candidates: list[type[Library]] = [Efficient]
     if dtype != torch.float32 and dim <= 256 and torch.cuda.get_device_capability(device) >= (8, 0):
         candidates.insert(0, Flash)
-    works = (_works(each, device, dtype, query_heads, heads, dim) for each in candidates)
-    return next((each for each, ok in zip(candidates, works, strict=True) if ok), None)
+    return _first_working(candidates, device, dtype, query_heads, heads, dim)
 
 
 @functools.cache
 def lone_library(
     device: torch.device, dtype: torch.dtype, query_heads: int, heads: int, dim: int
 ) -> type[Library] | None:
-    """The library for one long sequence a call: cuDNN where it was measured, on Hopper; or none."""
+    """The library for one long sequence a call: cuDNN where it was measured, on Hopper, with plans
+    of exact lengths in backward where they work; or none."""
     if dtype == torch.float32 or not 64 <= dim <= 256:
         return None
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    return Cudnn if _works(Cudnn, device, dtype, query_heads, heads, dim) else None
+    candidates: tuple[type[Library], ...] = (CutCudnn, Cudnn)
+    return _first_working(candidates, device, dtype, query_heads, heads, dim)
+
+
+def _first_working(candidates: Sequence[type[Library]], *kind: Any) -> type[Library] | None:
+    return next((each for each in candidates if _works(each, *kind)), None)
 
 
 def _works(
@@ -56,8 +65,15 @@ def _works(
     parts = TreeLayout.build([-1, 0, 0], _LENGTHS).parts(mounted=False)
     rows = sum(_LENGTHS)
     # Every part is a lone call for a library that takes nothing else; for others, none is.
-    flops = 0.0 if library is Cudnn else math.inf
-    plan = plan_calls(parts, rows, rows, device, width=query_heads * dim, lone_flops=flops)
+    plan = plan_calls(
+        parts,
+        rows,
+        rows,
+        device,
+        width=query_heads * dim,
+        lone_flops=0.0 if issubclass(library, Cudnn) else math.inf,
+        piece_rows=_PIECE_ROWS if library is CutCudnn else None,
+    )
     generator = torch.Generator().manual_seed(0)
     counts = {"query": query_heads, "key": heads, "value": heads}
     rounded = {

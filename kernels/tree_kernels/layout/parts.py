@@ -64,9 +64,6 @@ def build_parts(
             these.
     """
     rows = np.arange(layout.num_tokens) if queries is None else queries
-    given = np.arange(layout.num_tokens) if keys is None else keys
-    places = np.zeros(layout.num_tokens, dtype=np.int64)
-    places[given] = np.arange(len(given))
     squares: list[tuple[Interval, Interval]] = []
     rectangles: list[tuple[Interval, Interval]] = []
     for first, last in _chains(layout.parents):
@@ -82,8 +79,12 @@ def build_parts(
     for mount in layout.mounts if mounted else ():
         seen_by = _interval(rows, mount.query_begin, mount.query_end)
         rectangles.append((seen_by, (mount.key_begin, mount.key_end)))
-    parts = [*_placed(squares, places), *sorted(_placed(rectangles, places))]
-    table = np.array(parts, dtype=np.int64).reshape(-1, 2, 2)
+    rectangles = [(own, seen) for own, seen in rectangles if own[0] < own[1] and seen[0] < seen[1]]
+    if keys is not None:
+        places = np.zeros(layout.num_tokens, dtype=np.int64)
+        places[keys] = np.arange(len(keys))
+        squares, rectangles = list(_placed(squares, places)), list(_placed(rectangles, places))
+    table = np.array([*squares, *sorted(rectangles)], dtype=np.int64).reshape(-1, 2, 2)
     return AttentionParts(queries=table[:, 0], keys=table[:, 1], num_squares=len(squares))
 
 
@@ -131,10 +132,8 @@ def _staircase(
 def _placed(
     parts: list[tuple[Interval, Interval]], places: np.ndarray
 ) -> Iterator[tuple[Interval, Interval]]:
-    """The parts that are not empty, with key rows as places; one for each run of places."""
+    """The parts with key rows as places; one for each run of places."""
     for queries, (begin, end) in parts:
-        if queries[0] >= queries[1] or begin >= end:
-            continue
         run = places[begin:end]
         cuts = [0, *(np.flatnonzero(np.diff(run) != 1) + 1).tolist(), end - begin]
         for first, last in pairwise(cuts):
