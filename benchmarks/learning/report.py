@@ -6,18 +6,27 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 Row = dict[str, Any]
 
+TOKENS = ("generated_tokens", 1000, "thousand generated tokens")
+SECONDS = ("seconds", 1, "seconds since the warm-up")
+"""Field of a row, what it is divided by, and its name."""
+
 PANELS = (
-    ("primitives", ("octopus", "no_mounts", "no_rewind", "no_fork", "single")),
-    ("what is trained on", ("octopus", "longest_path")),
-    ("roots that reply without a call", ("prompt", "strict", "fallback")),
+    ("primitives", ("octopus", "no_mounts", "no_rewind", "no_fork", "single"), TOKENS),
+    ("what is trained on", ("octopus", "longest_path"), TOKENS),
+    ("roots that reply without a call", ("prompt", "strict", "fallback"), TOKENS),
+    ("generation and training", ("octopus", "asynchronous"), SECONDS),
 )
-"""Title of each panel and the variants in it."""
+"""Title of each panel, the variants in it, and what runs to the right."""
+
+REWARDS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""How far a race goes."""
 
 COMMAND = "python -m benchmarks.learning run VARIANT SEED --model BASE --out FOLDER --rows ROWS"
 
@@ -43,7 +52,7 @@ def write_report(sources: Iterable[Path], out: Path, *, hardware: str) -> None:
     out.with_name(f"{out.stem}_detail.json").write_text(
         json.dumps(detail, indent=1) + "\n", "utf-8"
     )
-    sys.stdout.write(table(steps))
+    sys.stdout.write(f"{table(steps)}\n{race(steps)}")
     draw(points, out.with_suffix(".svg"))
 
 
@@ -68,6 +77,33 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def race(rows: Sequence[Row]) -> str:
+    """Markdown: seconds after which octopus and asynchronous first had a reward, by seed.
+
+    A reward is had once a step's mean with the four before it has reached it.
+    """
+    by_run = runs(rows)
+    seeds = sorted(seed for name, seed in by_run if name == "octopus")
+    head = ("seed", "reward", "taking turns, s", "overlapping, s", "ratio")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for seed, reward in product(seeds, REWARDS):
+        turns = seconds_to(by_run["octopus", seed], reward)
+        overlapping = seconds_to(by_run.get(("asynchronous", seed), ()), reward)
+        if turns is not None and overlapping is not None:
+            ratio = f"{turns / overlapping:.2f}"
+            cells = (seed, reward, f"{turns:.0f}", f"{overlapping:.0f}", ratio)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def seconds_to(run: Sequence[Row], reward: float) -> float | None:
+    """Seconds until the mean of some five steps in a row was `reward`; None if none was."""
+    for end in range(_WINDOW, len(run) + 1):
+        if fmean(row["reward"] for row in run[end - _WINDOW : end]) >= reward:
+            return float(run[end - 1]["seconds"])
+    return None
+
+
 def runs(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
     """The rows of each variant and seed."""
     found: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
@@ -77,7 +113,7 @@ def runs(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Reward over generated tokens, a panel for each comparison that was run, a line a seed."""
+    """Reward over tokens or seconds, a panel for each comparison that was run, a line a seed."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -89,19 +125,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         return
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, variants) in zip(grid, panels, strict=True):
+    for axes, (title, variants, (field, unit, label)) in zip(grid, panels, strict=True):
         for number, variant in enumerate(variants):
             curves = [run for (name, _), run in sorted(by_run.items()) if name == variant]
             for place, run in enumerate(curves):
                 axes.plot(
-                    [row["generated_tokens"] / 1000 for row in run],
+                    [row[field] / unit for row in run],
                     [row["reward"] for row in run],
                     color=f"C{number}",
                     linewidth=1.2,
                     label=variant if place == 0 else None,
                 )
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("thousand generated tokens")
+        axes.set_xlabel(label)
         axes.set_ylim(0, 1)
         axes.legend(fontsize=8)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning"}):

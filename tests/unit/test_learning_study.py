@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.learning.longest_path import path_weights
-from benchmarks.learning.report import write_report
+from benchmarks.learning.report import race, write_report
 from benchmarks.learning.study import Plan, online_settings, warmup_settings
 from benchmarks.learning.teacher import Script, play
 from benchmarks.learning.variants import VARIANTS, Variant
@@ -162,3 +162,16 @@ def test_report_averages_steps_and_draws_them(
     )
     assert "octopus" in (tmp_path / "learning.svg").read_text()
     assert json.loads((tmp_path / "learning_detail.json").read_text())["hardware"] == "two cores"
+
+
+def test_a_race_compares_when_the_mean_of_five_steps_first_had_a_reward() -> None:
+    rows = [
+        {"variant": variant, "seed": 1, "step": step, "seconds": pace * step, "reward": step / 10}
+        for variant, pace in (("octopus", 12.0), ("asynchronous", 8.0), ("single", 1.0))
+        for step in range(1, 9)
+    ]
+    # Steps 3 to 7 have a mean of 0.5, steps 4 to 8 one of 0.6; nobody had 0.7.
+    assert race(rows).splitlines()[2:] == [
+        "| 1 | 0.5 | 84 | 56 | 1.50 |",
+        "| 1 | 0.6 | 96 | 64 | 1.50 |",
+    ]
