@@ -61,8 +61,8 @@ def cuda_plan() -> Plan:
         *_overlaps((50,), **same_paths),
         *_node_lengths(((128, 8),)),
         *_depths(32_768),
-        _octopus("octopus 32K", 32_768),
-        _octopus("octopus 32K without mounts", 32_768, mounted=False),
+        _octopus("octopus 32K", 32_768, repeats=4),
+        _octopus("octopus 32K without mounts", 32_768, mounted=False, repeats=4),
         _case(
             "64K tokens, overlap 80 %",
             lambda: trees.overlapping(16, 20_480, 0.8, 320),

@@ -115,12 +115,12 @@ def test_lone_calls_equal_the_dense_mask(
 
 
 @pytest.mark.parametrize("dim", HEADS)
-@pytest.mark.parametrize("name", ["lengths", "nested_mounts", "one_node_1000"])
+@pytest.mark.parametrize("name", ["lengths", "random_500", "one_node_1000"])
 def test_plans_of_exact_lengths_equal_the_dense_mask(
     name: str, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "LONE_FLOPS", 1e6)
-    monkeypatch.setattr(calls, "PIECE_ROWS", 64)
+    monkeypatch.setattr(calls, "PIECE_ROWS", 32)
     assert too_wrong(wide(name, dim), torch.bfloat16) == {}
 
 

@@ -26,6 +26,9 @@ _CLASS_RATIO = 4
 PIECE_ROWS = 1024
 """The shortest piece that is cut off a long part."""
 _LONGEST_PIECE = 1 << 16
+_WORTH_CUTTING = 12
+"""Parts of fewer pairs than this many of the shortest squares are left whole: each piece costs
+some small kernels."""
 _REST = 16
 """What is left of an interval after cuts is less than this fraction of it, or a shortest piece."""
 
@@ -174,6 +177,11 @@ def _pieces(group: _Group, least: int) -> Iterator[_Group]:
         yield group
         return
     (begin, end), (first, last) = group.queries[0].tolist(), group.keys[0].tolist()
+    whole = _piece(group, (begin, end), (first, last), least, square=group.square)
+    num_pairs = (end - begin) * (last - first) // (2 if group.square else 1)
+    if whole.exact or num_pairs < _WORTH_CUTTING * least**2:
+        yield whole
+        return
     for left, right in _cuts(first, last, least):
         below = begin
         if group.square:

@@ -19,7 +19,7 @@ from tree_kernels.self_test import kernels_agree, with_gradients
 
 _LENGTHS = (300, 133, 70)
 """Rows of a trunk and two branches: odd, of more than one block."""
-_PIECE_ROWS = 64
+_PIECE_ROWS = 32
 """Short enough that backward cuts them."""
 
 
