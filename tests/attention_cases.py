@@ -190,32 +190,24 @@ class HostLibrary:
         return out, logsumexp, len(query)
 
     def backward(
-        self,
-        d_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        state: int,
-        call: Call,
-        scale: float,
+        self, rows: tuple[torch.Tensor, ...], state: int, call: Call, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `libraries.Library`."""
+        d_out, query, key, value, out, logsumexp = rows
         assert state >= len(query)
         group = query.shape[1] // key.shape[1]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for rows, keys in self._sequences(call):
-            weights = self._scores(query[rows], key[keys], call, scale)
-            weights = (weights - logsumexp[rows].t()[..., None]).exp()
+        for own, keys in self._sequences(call):
+            weights = self._scores(query[own], key[keys], call, scale)
+            weights = (weights - logsumexp[own].t()[..., None]).exp()
             values = value[keys].repeat_interleave(group, 1)
-            d_weights = torch.einsum("qhd,khd->hqk", d_out[rows], values)
-            correction = (d_out[rows] * out[rows]).sum(-1).t()[..., None]
+            d_weights = torch.einsum("qhd,khd->hqk", d_out[own], values)
+            correction = (d_out[own] * out[own]).sum(-1).t()[..., None]
             d_scores = weights * (d_weights - correction) * scale
             keys_of = key[keys].repeat_interleave(group, 1)
-            grads[0][rows] = torch.einsum("hqk,khd->qhd", d_scores, keys_of)
-            d_key = torch.einsum("hqk,qhd->khd", d_scores, query[rows])
-            d_value = torch.einsum("hqk,qhd->khd", weights, d_out[rows])
+            grads[0][own] = torch.einsum("hqk,khd->qhd", d_scores, keys_of)
+            d_key = torch.einsum("hqk,qhd->khd", d_scores, query[own])
+            d_value = torch.einsum("hqk,qhd->khd", weights, d_out[own])
             grads[1][keys] = d_key.unflatten(1, (-1, group)).sum(2)
             grads[2][keys] = d_value.unflatten(1, (-1, group)).sum(2)
         return grads

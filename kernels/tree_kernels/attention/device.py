@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from tree_kernels.attention import calls
 from tree_kernels.attention import triton as kernels
 from tree_kernels.attention.calls import Call, CallPlan, Terms
-from tree_kernels.attention.libraries import CutCudnn, Forward, Library
+from tree_kernels.attention.libraries import CutCudnn, Forward, Library, Rows
 from tree_kernels.layout import AttentionParts
 
 _MERGE_BLOCK = 4096
@@ -100,12 +100,14 @@ class _DeviceAttention(torch.autograd.Function):
         d_out = grads[0].contiguous()
         found = [
             _library(ctx.libraries, call).backward(
-                _take(d_out, call.query_rows),
-                _take(query, call.query_rows),
-                _take(key, call.key_rows),
-                _take(value, call.key_rows),
-                _take(out, call.query_rows),
-                _take(logsumexp, call.query_rows),
+                Rows(
+                    d_out=_take(d_out, call.query_rows),
+                    query=_take(query, call.query_rows),
+                    key=_take(key, call.key_rows),
+                    value=_take(value, call.key_rows),
+                    out=_take(out, call.query_rows),
+                    logsumexp=_take(logsumexp, call.query_rows),
+                ),
                 ctx.states[call.source],
                 call,
                 ctx.scale,

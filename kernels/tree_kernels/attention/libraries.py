@@ -8,7 +8,7 @@ takes both, of all keys that a row sees, and gives the call's share of the three
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,19 @@ from tree_kernels.attention.calls import Call
 Forward = tuple[torch.Tensor, torch.Tensor, Any]
 """Output, log-sum-exp, and what the library's backward wants of its forward."""
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of query, key and value."""
+
+
+class Rows(NamedTuple):
+    """What backward is given of a call's sequences."""
+
+    d_out: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    """Of all keys that a row sees, as is the log-sum-exp."""
+    logsumexp: torch.Tensor
 
 
 # Said once a process by PyTorch; what it warns of, `self_test.py` tries.
@@ -32,19 +45,8 @@ class Library(Protocol):
         """See `Forward`."""
         ...
 
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        state: Any,
-        call: Call,
-        scale: float,
-    ) -> Grads:
-        """Gradients of query, key and value."""
+    def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
+        """The call's share of the gradients."""
         ...
 
 
@@ -74,31 +76,20 @@ class Cudnn:
         state = (by_row, found[1].ndim, found[2], found[3], found[6], found[7])
         return _rows_first(out), logsumexp.t().contiguous(), state
 
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        state: Any,
-        call: Call,
-        scale: float,
-    ) -> Grads:
+    def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
         by_row, ndim, query_begins, key_begins, seed, offset = state
-        stats = (logsumexp.t() if by_row else logsumexp.t().contiguous())[None]
+        stats = (rows.logsumexp.t() if by_row else rows.logsumexp.t().contiguous())[None]
         d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(_heads_first(each) for each in (d_out, query, key, value, out)),
+            *(_heads_first(each) for each in rows[:5]),
             stats[..., None] if ndim == 4 else stats,
             seed,
             offset,
             None,
             query_begins,
             key_begins,
-            len(query),
-            len(key),
+            len(rows.query),
+            len(rows.key),
             0.0,
             call.square,
             scale=scale,
@@ -109,24 +100,13 @@ class Cudnn:
 class CutCudnn(Cudnn):
     """cuDNN whose backward has plans of exact lengths, twice as fast for pieces."""
 
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        state: Any,
-        call: Call,
-        scale: float,
-    ) -> Grads:
+    def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
         if call.exact:
             # PyTorch rounds lengths only where each row begins where the one before it ends.
-            key, value = torch.stack((key, value), 1).unbind(1)
-            state = (False, *state[1:])
-        return super().backward(d_out, query, key, value, out, logsumexp, state, call, scale)
+            key, value = torch.stack((rows.key, rows.value), 1).unbind(1)
+            rows, state = rows._replace(key=key, value=value), (False, *state[1:])
+        return super().backward(rows, state, call, scale)
 
 
 class Flash:
@@ -151,26 +131,11 @@ class Flash:
         )
         return out, logsumexp.t().contiguous(), (seed, offset)
 
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        state: Any,
-        call: Call,
-        scale: float,
-    ) -> Grads:
+    def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
         return torch.ops.aten._flash_attention_backward(
-            d_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp.t().contiguous(),
+            *rows[:5],
+            rows.logsumexp.t().contiguous(),
             call.query_begins,
             call.key_begins,
             _bound(call),
@@ -207,33 +172,22 @@ class Efficient:
         sequences, places = call.places
         return out[0], padded[sequences, :, places].contiguous(), (seed, offset)
 
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        state: Any,
-        call: Call,
-        scale: float,
-    ) -> Grads:
+    def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
-        heads = key.shape[1]
-        group = query.shape[1] // heads
+        query_heads, heads = rows.query.shape[1], rows.key.shape[1]
+        group = query_heads // heads
         sequences, places = call.places
         # The kernel wants a multiple of 32 rows, infinite behind a sequence's end.
-        shape = (len(call.query_begins) - 1, query.shape[1], -(-call.max_queries // 32) * 32)
-        padded = logsumexp.new_full(shape, torch.inf)
-        padded[sequences, :, places] = logsumexp
+        shape = (len(call.query_begins) - 1, query_heads, -(-call.max_queries // 32) * 32)
+        padded = rows.logsumexp.new_full(shape, torch.inf)
+        padded[sequences, :, places] = rows.logsumexp
         d_query, d_key, d_value, _ = torch.ops.aten._efficient_attention_backward(
-            d_out[None],
-            query[None],
-            key.repeat_interleave(group, 1)[None],
-            value.repeat_interleave(group, 1)[None],
+            rows.d_out[None],
+            rows.query[None],
+            rows.key.repeat_interleave(group, 1)[None],
+            rows.value.repeat_interleave(group, 1)[None],
             None,
-            out[None],
+            rows.out[None],
             call.query_begins,
             call.key_begins,
             call.max_queries,
