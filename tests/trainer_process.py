@@ -25,8 +25,8 @@ FORKSERVER.set_forkserver_preload(["trainer_service.loop", "rollout_service.serv
 
 
 WATCHED = (
-    "loop", "feed", "stream", "groups", "step", "optim", "checkpoint", "run_state", "publish",
-    "bus", "run_keys", "metrics",
+    "loop", "grants", "feed", "stream", "groups", "step", "optim", "checkpoint", "run_state",
+    "publish", "bus", "run_keys", "metrics",
 )  # fmt: skip
 """Files of the trainer whose lines are counted for `crash_line`."""
 

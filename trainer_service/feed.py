@@ -86,7 +86,7 @@ class StreamFeed:
         collector: Groups or single demonstrations.
         num_groups: Groups of one batch.
         state: What `state()` returned for the checkpoint that this run resumes from.
-        on_dropped: Awaited when groups were dropped, with their number since the run began.
+        on_dropped: Awaited when groups were dropped.
         idle_s: Seconds without an episode after which `on_idle` is awaited.
         on_idle: Given the number of groups that wait here.
         on_wait: Awaited while a batch is not whole yet, at least every `READ_BLOCK_S`.
@@ -99,7 +99,7 @@ class StreamFeed:
         *,
         num_groups: int,
         state: dict[str, Any],
-        on_dropped: Callable[[int], Awaitable[None]],
+        on_dropped: Callable[[], Awaitable[None]],
         idle_s: float,
         on_idle: Callable[[int], Awaitable[None]],
         on_wait: Callable[[], Awaitable[None]],
@@ -207,7 +207,7 @@ class StreamFeed:
     async def _tell_dropped(self) -> None:
         if self.num_dropped_groups != self._told_dropped:
             self._told_dropped = self.num_dropped_groups
-            await self._on_dropped(self._told_dropped)
+            await self._on_dropped()
 
     async def _read(self, *, block_s: float) -> bool:
         """Take what the stream has, and whether it had anything, if only what was dropped."""

@@ -14,15 +14,16 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from harness_sdk._cancellation import end
 from harness_sdk.errors import ConfigError, EngineError
 from harness_sdk.model_cost import ModelCost, read_model_cost
 from harness_sdk.tracing import spanning
 from trainer_service.bus import ControlBus
+from trainer_service.compute_thread import ComputeThread
 from trainer_service.config import TrainerConfig
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
 from trainer_service.follower import copy_leader
 from trainer_service.garbage import loaded_is_kept
+from trainer_service.grants import Grants
 from trainer_service.groups import GroupAssembler
 from trainer_service.metrics import report
 from trainer_service.origin import Origin
@@ -30,25 +31,15 @@ from trainer_service.parsing import parse_record
 from trainer_service.publish import Publisher
 from trainer_service.ranks import Ranks
 from trainer_service.run_folder import identity, locked
-from trainer_service.run_keys import (
-    claim_run,
-    forget_running_groups,
-    grant_permits,
-    permits,
-    running_groups,
-    send_figures,
-    withhold_permits,
-)
+from trainer_service.run_keys import claim_run, send_figures
 from trainer_service.run_state import Progress, RunState, probe_tokens
 from trainer_service.sinks import Sink, opened_sinks
 from trainer_service.step import StepResult, dismiss, train_step
 from trainer_service.step_trace import tell_episodes
+from trainer_service.stopping import unless_stopped
 from trainer_service.stream import EpisodeStream, RedisLink
 
 log = logging.getLogger(__name__)
-
-GRACE_S = 3.0
-"""After a stop, what Redis and the broker still get to finish; a restart catches up with it."""
 
 T = TypeVar("T")
 
@@ -72,8 +63,9 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
         (config.folder / name).mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(config.folder))
-        run = await asyncio.to_thread(RunState.load, config, ranks)
-        await asyncio.to_thread(copy_leader, run.policy, run.optimizer, ranks)
+        compute = await stack.enter_async_context(ComputeThread())
+        run = await compute.run(RunState.load, config, ranks)
+        await compute.run(copy_leader, run.policy, run.optimizer, ranks)
         stack.enter_context(loaded_is_kept())
         link = bus = None
         if config.batch.records is None or config.publishes:
@@ -85,7 +77,7 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
                 await asyncio.to_thread(dismiss, ranks)
                 return run.progress
         sinks = await opened_sinks(config, stack)
-        loop = _Loop(config, run, stop, link, bus, ranks, sinks)
+        loop = _Loop(config, run, stop, link, bus, ranks, sinks, compute)
         progress = await loop.run()
     await asyncio.to_thread(dismiss, ranks)
     return progress
@@ -103,6 +95,7 @@ class _Loop:
         bus: ControlBus | None,
         ranks: Ranks,
         sinks: Sequence[Sink],
+        compute: ComputeThread,
     ) -> None:
         self._config = config
         self._sinks = sinks
@@ -111,11 +104,13 @@ class _Loop:
         self._run = run
         self._stop = stop
         self._link = link
+        self._compute = compute
         self._publisher = Publisher(config, link, bus) if link and bus else None
-        self._num_dropped_groups = 0
-        self._behind = 0
-        self._draining = False
         self._feed: Feed = self._make_feed()
+        self._grants: Grants | None = None
+        if link is not None and config.needs_groups:
+            assert isinstance(self._feed, StreamFeed)
+            self._grants = Grants(config, run, stop, link, self._publisher, self._feed)
 
     async def run(self) -> Progress:
         """Step until the end."""
@@ -125,7 +120,6 @@ class _Loop:
             await self._unless_stopped(claiming)
         if isinstance(self._feed, StreamFeed):
             await self._unless_stopped(self._feed.open())
-            self._num_dropped_groups = self._feed.num_dropped_groups
         await self._announce_again()
         await self._grant()
         while not self._finished():
@@ -151,7 +145,7 @@ class _Loop:
     async def _take_step(self, batch: Batch, values: dict[str, float]) -> None:
         begin = time.monotonic()
         version = self._run.progress.version
-        result: StepResult = await asyncio.to_thread(
+        result: StepResult = await self._compute.run(
             train_step,
             self._run.policy,
             self._run.optimizer,
@@ -165,7 +159,7 @@ class _Loop:
         values |= result.metrics
         try:
             with _timed(values, "seconds/checkpoint"):
-                await asyncio.to_thread(self._run.save, self._feed.state())
+                await self._compute.run(self._run.save, self._feed.state())
             with _timed(values, "seconds/acknowledge"):
                 await self._unless_stopped(self._feed.settle())
             if not result.skipped:
@@ -215,36 +209,18 @@ class _Loop:
         return done or self._stop.is_set()
 
     async def _drain(self, values: dict[str, float]) -> None:
-        """With `publish.in_flight` wait: return once no permitted group runs any more; those that
-        never end are given up at their deadline."""
+        """With `publish.in_flight` wait: return once no permitted group runs any more."""
         if self._config.publish.in_flight != "wait" or self._publisher is None:
             return
-        link = self._link
-        assert isinstance(self._feed, StreamFeed) and link is not None
-        with _timed(values, "seconds/drain"), self._no_grants():
-            await self._unless_stopped(withhold_permits(link, self._config.run))
-            await self._unless_stopped(self._feed.catch_up())
-            while not self._stop.is_set() and await self._num_in_flight(link):
-                await self._unless_stopped(self._feed.gather())
-        self._num_dropped_groups = self._feed.num_dropped_groups
-
-    async def _num_in_flight(self, link: RedisLink) -> int:
-        """Groups that hold a permit and run; those without a permit are not waited for."""
-        return await self._unless_stopped(running_groups(link, self._config.run)) or 0
-
-    @contextlib.contextmanager
-    def _no_grants(self) -> Iterator[None]:
-        self._draining = True
-        try:
-            yield
-        finally:
-            self._draining = False
+        assert self._grants is not None, "objectives without groups do not wait"
+        with _timed(values, "seconds/drain"):
+            await self._grants.drain()
 
     async def _publish(self, values: dict[str, float]) -> None:
         if self._publisher is None:
             return
         with _timed(values, "seconds/publish"):
-            served = await asyncio.to_thread(self._run.served, self._ranks)
+            served = await self._compute.run(self._run.served, self._ranks)
             needed = self._config.publish.min_replicas
             published = await self._unless_stopped(
                 self._publisher.publish(served, min_replicas=needed)
@@ -260,69 +236,24 @@ class _Loop:
         """The newest version once more: the last process may have ended before it was served."""
         if self._publisher is None or self._run.progress.version == 0:
             return
-        served = await asyncio.to_thread(self._run.served, self._ranks)
+        served = await self._compute.run(self._run.served, self._ranks)
         # Replicas may still be loading their model.
         await self._unless_stopped(self._publisher.publish(served, min_replicas=0))
 
     async def _grant(self) -> None:
-        """Permits for groups: those consumed and dropped, and as many as the lag lets run ahead.
-
-        A group that begins behind the newest version uses up a part of its lag at once: where
-        replicas wait for a slot, fewer groups begin, then none, and training waits with them.
-        """
-        if self._link is None or not self._config.needs_groups or self._draining:
-            return
-        await self._find_lost()
-        self._behind = self._publisher.behind if self._publisher is not None else 0
-        steps = max(0, 1 + self._config.max_policy_lag - self._behind)
-        ahead = steps * self._config.batch.groups_per_step
-        granted = self._run.progress.num_groups + self._num_dropped_groups + ahead
-        granting = grant_permits(
-            self._link,
-            self._config.run,
-            granted,
-            self._config.batch.group_size,
-            refills=self._config.refills,
-        )
-        await self._unless_stopped(granting)
-
-    async def _find_lost(self) -> None:
-        """Groups that were counted as lost and came after all would raise the lead for good."""
-        if not isinstance(self._feed, StreamFeed) or not self._feed.num_lost or self._link is None:
-            return
-        _, taken = await permits(self._link, self._config.run)
-        here = self._run.progress.num_groups + self._feed.num_dropped_groups
-        found = min(here + self._feed.num_waiting - taken, self._feed.num_lost)
-        if found > 0:
-            log.info("%d groups that seemed lost came after all", found)
-            self._feed.drop_lost(-found)
-            self._num_dropped_groups = self._feed.num_dropped_groups
+        if self._grants is not None:
+            await self._grants.grant()
 
     async def _on_wait(self) -> None:
         """What replicas say between two steps: a wrong one stops the run, a slot lets it go on."""
-        if self._publisher is None:
-            return
-        self._publisher.check()
-        if self._publisher.behind != self._behind:
-            await self._grant()
-
-    async def _on_dropped(self, num_dropped_groups: int) -> None:
-        self._num_dropped_groups = num_dropped_groups
-        await self._grant()
+        if self._publisher is not None:
+            self._publisher.check()
+        if self._grants is not None:
+            await self._grants.adjust()
 
     async def _on_idle(self, num_waiting: int) -> None:
-        """Permits of groups whose runner died before their first episode ended come back."""
-        if self._link is None or not self._config.needs_groups:
-            return
-        granted, taken = await permits(self._link, self._config.run)
-        here = self._run.progress.num_groups + self._num_dropped_groups + num_waiting
-        # A runner that may start more is alive; while none may, nobody shows it.
-        silent = taken >= granted or self._draining
-        if silent and taken > here and isinstance(self._feed, StreamFeed):
-            log.warning("%d groups were begun and sent nothing; their permits return", taken - here)
-            self._feed.drop_lost(taken - here)
-        if self._draining:
-            await forget_running_groups(self._link, self._config.run)
+        if self._grants is not None:
+            await self._grants.return_silent(num_waiting)
 
     def _tell_sinks(self, values: dict[str, float]) -> None:
         for sink in self._sinks:
@@ -379,7 +310,7 @@ class _Loop:
             collector,
             num_groups=batch.groups_per_step if config.needs_groups else batch.episodes_per_step,
             state=state,
-            on_dropped=self._on_dropped,
+            on_dropped=self._grant,
             idle_s=batch.group_deadline_s,
             on_idle=self._on_idle,
             on_wait=self._on_wait,
@@ -396,20 +327,6 @@ def _model_cost(config: TrainerConfig) -> ModelCost | None:
     except ConfigError as error:
         log.warning("episodes are divided by their tokens alone: %s", error)
         return None
-
-
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Await `work`; once `stop` is set it gets `GRACE_S` more, then None is returned."""
-    task = asyncio.create_task(work)
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            await asyncio.wait({task}, timeout=GRACE_S)
-        return task.result() if task.done() else None
-    finally:
-        stopped.cancel()
-        await end(task)
 
 
 @contextlib.contextmanager

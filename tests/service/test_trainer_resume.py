@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,13 @@ from tests.trainer_runs import (
     run_config,
     stream_config,
 )
+from trainer_service import loop
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
 from trainer_service.metrics import read_metrics
+from trainer_service.policy import Policy
 from trainer_service.run_keys import permits
+from trainer_service.run_state import RunState
 from trainer_service.stream import RedisLink
 
 
@@ -116,6 +120,32 @@ def test_undisturbed_run_consumed_what_it_should(
     assert state["feed"]["dropped_groups"] == {"too_few_finished": 1}
     assert state["feed"]["dropped_entries"] == {"duplicate": 1}
     assert len(set(state["feed"]["recent"])) == 6 + 3
+
+
+async def test_model_computes_on_one_thread(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "r.records"
+    write_records(records, episodes())
+    batch = {"records": records, "episodes_per_step": 4}
+    config = run_config(tmp_path, model, "r", objective="sft", batch=batch, max_steps=2)
+    threads: set[int] = set()
+    for owner, name in ((loop, "train_step"), (RunState, "save"), (Policy, "from_model")):
+        _note_thread(monkeypatch, owner, name, threads)
+    barrier = threading.Barrier(4)
+    await asyncio.gather(*(asyncio.to_thread(barrier.wait, 10) for _ in range(4)))
+    await loop.train(config, asyncio.Event())
+    assert len(threads) == 1
+
+
+def _note_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, threads: set[int]) -> None:
+    original = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.get_ident())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, noted)
 
 
 async def test_resume_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path, model: Path) -> None:

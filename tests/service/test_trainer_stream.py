@@ -313,7 +313,7 @@ def _feed(link: RedisLink, groups: GroupAssembler, **options: Any) -> StreamFeed
     async def nothing() -> None:
         pass
 
-    ignoring = {"on_dropped": ignore, "idle_s": 60.0, "on_idle": ignore, "on_wait": nothing}
+    ignoring = {"on_dropped": nothing, "idle_s": 60.0, "on_idle": ignore, "on_wait": nothing}
     return StreamFeed(_stream(link), groups, num_groups=1, state={}, **{**ignoring, **options})
 
 
