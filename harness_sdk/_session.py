@@ -79,15 +79,19 @@ class Session:
         if self._closed is not None:
             raise self._closed.copy()
 
-    def hold(self, method: Method[Q, R], request: Q) -> AsyncGenerator[R, None]:
+    async def hold(self, method: Method[Q, R], request: Q) -> AsyncGenerator[R, None]:
         """The messages of the call that opens the episode and holds it, without a deadline."""
-        return self._rpc.stream(method, request, None, self.span.metadata)
+        replies = self._rpc.stream(method, request, None, self.span.metadata)
+        with self._naming():
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply
 
     async def unary(self, method: Method[Q, R], request: Q, timeout_s: float | None) -> R:
         """One unary call of this episode."""
         self.check_open()
         try:
-            with self._traced(method, request) as metadata:
+            with self._naming(), self._traced(method, request) as metadata:
                 return await self._rpc.unary(method, request, timeout_s, metadata)
         except EpisodeNotFound:
             # Where the episode was lost, the reason tells more than its absence.
@@ -99,7 +103,7 @@ class Session:
     ) -> AsyncGenerator[R, None]:
         """The messages of one streaming call of this episode."""
         self.check_open()
-        with self._traced(method, request) as metadata:
+        with self._naming(), self._traced(method, request) as metadata:
             replies = self._rpc.stream(method, request, timeout_s, metadata)
             try:
                 async for reply in replies:
@@ -149,6 +153,15 @@ class Session:
         tasks = self.request_cancel(thread_ids)
         if tasks:
             await asyncio.wait(tasks)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Generator[None]:
+        """Errors of the block name the episode, by which they are told from an agent's own."""
+        try:
+            yield
+        except HarnessError as error:
+            error.episode_id = error.episode_id or self.episode_id
+            raise
 
     @contextlib.contextmanager
     def _traced(self, method: Method[Q, R], request: Q) -> Generator[Metadata]:

@@ -21,6 +21,7 @@ from harness_sdk.errors import (
     HarnessError,
     InvalidRequest,
     ProtocolError,
+    ServiceError,
     ToolError,
     Unavailable,
 )
@@ -195,6 +196,11 @@ class Episode:
         await self._session.cancel_tasks()
         return await self._close(pb.CloseEpisodeRequest(episode_id=self.episode_id, reward=reward))
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether `error` comes from this episode's calls; what an agent raises itself does not,
+        be it of the same class."""
+        return isinstance(error, HarnessError) and error.episode_id == self.episode_id
+
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `coroutine` as a task of the episode.
 
@@ -271,7 +277,7 @@ class Episode:
             return
         request = pb.CloseEpisodeRequest(episode_id=self.episode_id)
         if failure is not None:
-            request.error_kind = error_kind(failure)
+            request.error_kind = self._error_kind(failure)
             request.error_message = _shown(failure)
         try:
             await self._close(request)
@@ -279,6 +285,17 @@ class Episode:
             if failure is None:
                 raise
             logger.warning("closing a failed episode failed: %s", error)
+
+    def _error_kind(self, failure: BaseException) -> str:
+        """The class name in `harness_sdk.errors` that the failed episode is stored under."""
+        if not isinstance(failure, Exception):
+            # Whoever stops the process or the task means to cancel.
+            return Cancelled.__name__
+        is_service = isinstance(failure, ServiceError | EpisodeNotFound)
+        if isinstance(failure, HarnessError) and (not is_service or self.has_raised(failure)):
+            return type(failure).__name__
+        # Another service than this one failed, or the agent itself.
+        return ToolError.__name__
 
     async def _close(self, request: pb.CloseEpisodeRequest) -> EpisodeResult:
         request.idempotency_key = uuid.uuid4().hex
@@ -375,14 +392,6 @@ def _check_limits(limits: Limits) -> None:
                 limit=f"{least} or more",
                 remedy="leave it out for the service's default",
             )
-
-
-def error_kind(failure: BaseException) -> str:
-    """The class name in `harness_sdk.errors` that a failed episode is stored under."""
-    if isinstance(failure, HarnessError):
-        return type(failure).__name__
-    # Whoever stops the process or the task means to cancel; anything else is the agent's fault.
-    return ToolError.__name__ if isinstance(failure, Exception) else Cancelled.__name__
 
 
 def _first_failure(

@@ -72,6 +72,8 @@ class Replicas:
         self._leaving: set[asyncio.Task[None]] = set()
         self._uses = 0
         self._failure: HarnessError | None = None
+        self._refusal = ""
+        """Why one could not be connected to, the last time."""
 
     async def __aenter__(self) -> Replicas:
         return self
@@ -125,6 +127,7 @@ class Replicas:
         except TimeoutError as error:
             raise Unavailable(
                 "no replica of the rollout service is there",
+                value=self._refusal,
                 limit=f"{self._patience_s:g} s",
                 remedy="start one on the same run and the same broker; octopus status shows them",
             ) from error
@@ -209,8 +212,15 @@ class Replicas:
             try:
                 client = await self._connect(address).__aenter__()
                 break
-            except HarnessError as error:
-                logger.warning("replica %s says it is there: %s", address, error)
+            except Exception as error:
+                known = isinstance(error, HarnessError)
+                self._refusal = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "replica %s says it is there: %s",
+                    address,
+                    self._refusal,
+                    exc_info=None if known else error,
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         replica = Replica(client=client)

@@ -284,9 +284,9 @@ class Runner:
             )
             # A replica that was started again knows nothing of the episode; one that has left may
             # still drain, and then its record is kept and nothing is to be run again.
-            lost = isinstance(error, Unavailable | EpisodeNotFound) or (
-                not replica.is_present and episode.result is None
-            )
+            lost = (
+                isinstance(error, Unavailable | EpisodeNotFound) and episode.has_raised(error)
+            ) or (not replica.is_present and episode.result is None)
             self._count_failure(replica, error, lost)
         else:
             self._replicas.note_success(replica)

@@ -191,6 +191,27 @@ async def test_an_agents_own_failure_on_a_replica_that_drains_is_not_run_again(
     assert [record.stop_reason for record in service.records.written] == ["tool_error"]
 
 
+async def test_an_agents_own_unavailable_service_loses_no_episode(
+    service: Running, client: OctopusClient
+) -> None:
+    async def failing(thread: Thread, task: dict[str, str]) -> str:
+        raise Unavailable("the search engine is down")
+
+    async with scripted(speaker) as second, OctopusClient.connect(second.address) as other:
+        replicas = Replicas([client, other])
+        options = RunOptions(group_size=1)
+        (group,) = await Runner(replicas, agent(failing, tasks=("a",)), options).run()
+        # Neither run again on the other replica, nor held against this one.
+        assert second.records.written == []
+    (failed,) = group.episodes
+    assert (failed.error, failed.lost) == ("Unavailable: the search engine is down", False)
+    assert group.replaced == []
+    (record,) = service.records.written
+    assert (record.stop_reason, record.error_kind) == ("tool_error", "ToolError")
+    assert record.error_message == "Unavailable: the search engine is down"
+    assert all(each.avoided_until_s == 0.0 for each in replicas.present)
+
+
 async def test_agent_that_lets_a_cancellation_of_its_own_out_fails_its_episode_alone(
     client: OctopusClient,
 ) -> None:

@@ -139,6 +139,36 @@ async def test_one_that_leaves_while_it_is_connected_to_never_joins() -> None:
         assert replicas.present == ()
 
 
+async def test_one_whose_connection_fails_in_any_way_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.0)
+    faults = iter((OSError("too many open files"), Unavailable("not yet")))
+
+    def connect(address: str) -> Any:
+        for fault in faults:
+            raise fault
+        return Client(address)
+
+    async with Replicas(connect=connect) as replicas, asyncio.timeout(5):
+        replicas.join("a")
+        assert (await replicas.first()).address == "a"
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "replica a says it is there: OSError: too many open files"
+    # Ours needs no traceback.
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
+
+
+async def test_a_run_whose_replicas_cannot_be_connected_to_says_why() -> None:
+    def connect(address: str) -> Any:
+        raise OSError("too many open files")
+
+    async with Replicas(connect=connect, patience_s=0.05) as replicas:
+        replicas.join("a")
+        with pytest.raises(Unavailable, match=r"no replica .*OSError: too many open files"):
+            await replicas.first()
+
+
 async def test_a_run_without_replicas_says_so() -> None:
     async with Replicas(patience_s=0.01) as replicas:
         with pytest.raises(Unavailable, match=r"no replica.*0\.01 s.*octopus status"):

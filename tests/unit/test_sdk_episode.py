@@ -21,7 +21,7 @@ from harness_sdk.errors import (
     InvalidRequest,
     Unavailable,
 )
-from tests.unit.scripted_server import Hang, ScriptedServer, until
+from tests.unit.scripted_server import Hang, ScriptedServer, reply, until
 
 
 async def test_leaving_closes_the_episode_and_its_threads(
@@ -162,6 +162,26 @@ async def test_episode_closed_by_the_service_is_told_as_such(
             await asyncio.sleep(0.05)
             await episode.root.generate("x")
     assert server.of("CloseEpisode") == []
+
+
+@pytest.mark.parametrize("method", ["OpenEpisode", "Generate", "Done"])
+async def test_an_error_of_the_episodes_own_calls_is_told_from_an_agents(
+    method: str, server: ScriptedServer, client: OctopusClient
+) -> None:
+    # A service whose network drops says nothing of the episode that called.
+    server.failures[method] = [Unavailable("restarting") for _ in range(9)]
+    server.turns["root"] = [reply(text="x")]
+    episode = client.episode()
+    with pytest.raises(Unavailable, match="restarting") as raised:
+        async with episode:
+            await episode.root.generate("x")
+            await episode.root.done("x")
+    assert episode.has_raised(raised.value)
+    assert not client.episode().has_raised(raised.value)
+    assert not episode.has_raised(Unavailable("restarting"))
+    assert [request.error_kind for request in server.of("CloseEpisode")] == (
+        [] if method == "OpenEpisode" else ["Unavailable"]
+    )
 
 
 async def test_waiting_for_admission_is_told(server: ScriptedServer, client: OctopusClient) -> None:
