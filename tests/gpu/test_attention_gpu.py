@@ -22,7 +22,7 @@ from tests.attention_cases import (
     outputs_and_gradients,
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
-from tree_kernels.attention import calls, tree_attention
+from tree_kernels.attention import groups, tree_attention
 from tree_kernels.attention.libraries import CutCudnn, Efficient, Flash
 from tree_kernels.attention.self_test import batch_library, lone_library
 from tree_kernels.layout import PieceLayout, cut_pieces
@@ -110,7 +110,7 @@ def test_heads_of_every_size_equal_the_dense_mask(name: str, dim: int, dtype: to
 def test_lone_calls_equal_the_dense_mask(
     name: str, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "LONE_FLOPS", 1e6)
+    monkeypatch.setattr(groups, "LONE_FLOPS", 1e6)
     assert too_wrong(wide(name, dim), torch.bfloat16) == {}
 
 
@@ -119,8 +119,8 @@ def test_lone_calls_equal_the_dense_mask(
 def test_plans_of_exact_lengths_equal_the_dense_mask(
     name: str, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "LONE_FLOPS", 1e6)
-    monkeypatch.setattr(calls, "PIECE_ROWS", 32)
+    monkeypatch.setattr(groups, "LONE_FLOPS", 1e6)
+    monkeypatch.setattr(groups, "PIECE_ROWS", 32)
     assert too_wrong(wide(name, dim), torch.bfloat16) == {}
 
 
@@ -148,7 +148,7 @@ def test_a_changed_branch_leaves_its_siblings_bits_alone(dtype: torch.dtype) -> 
 def test_without_determinism_too_siblings_outputs_keep_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "LONE_FLOPS", 1e6)
+    monkeypatch.setattr(groups, "LONE_FLOPS", 1e6)
     case = wide("star_7", 256)
     changed = changed_rows(product(case), case, "cuda", torch.bfloat16)
     assert set(changed["out"]) <= set(range(case.num_tokens - 63, case.num_tokens))

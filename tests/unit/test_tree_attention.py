@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -31,7 +32,8 @@ from tests.attention_cases import (
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import tree_attention
-from tree_kernels.attention.calls import LONE_FLOPS, PIECE_ROWS, Call, plan_calls
+from tree_kernels.attention.calls import Call, plan_calls
+from tree_kernels.attention.groups import LONE_FLOPS, PIECE_ROWS
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces
 
@@ -238,3 +240,30 @@ def test_pieces_are_nearly_all_pairs_and_of_few_lengths() -> None:
     assert exact_pairs >= 0.9 * pairs
     assert lengths <= {1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768,
                        49_152, 65_536}  # fmt: skip
+
+
+@pytest.mark.parametrize("lone_flops", [0.0, 1e5, math.inf])
+@pytest.mark.parametrize("name", ["nested_mounts", "random_200", "random_500"])
+def test_mounts_of_the_same_rows_are_one_sequence(name: str, lone_flops: float) -> None:
+    case = CASES[name]
+    total = case.num_tokens
+    parts = case.tree.layout.parts(mounted=True)
+    assert parts.num_mounts > 0
+    calls = plan_calls(
+        parts, total, total, torch.device("cpu"), width=64, lone_flops=lone_flops
+    ).calls
+    num_sequences = sum(len(call.query_begins) - 1 for call in calls)
+    others = len(parts.queries) - parts.num_mounts
+    spans = [(begin, end) for begin, end in parts.queries[others:].tolist()]
+    if lone_flops == 0.0:
+        assert num_sequences - others == len(set(spans))
+    if lone_flops == math.inf:
+        mounted = [sum(begin <= row < end for begin, end in spans) > 0 for row in range(total)]
+        wanted = torch.tensor(mounted).long()
+        for begin, end in parts.queries[:others].tolist():
+            wanted[begin:end] += 1
+        found = torch.zeros(total, dtype=torch.int64)
+        for call in calls:
+            rows = torch.arange(total)[call.query_rows]
+            found += torch.bincount(rows, minlength=total)
+        assert torch.equal(found, wanted)

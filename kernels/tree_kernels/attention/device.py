@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tree_kernels.attention import calls
+from tree_kernels.attention import groups
 from tree_kernels.attention import triton as kernels
-from tree_kernels.attention.calls import Call, CallPlan, Terms
+from tree_kernels.attention.calls import Call, CallPlan, Terms, plan_calls
 from tree_kernels.attention.libraries import CutCudnn, Forward, Library, Rows
 from tree_kernels.layout import AttentionParts
 
@@ -33,11 +33,11 @@ def device_tree_attention(
     """See `op.tree_attention`; long parts by the second library, if there is one. Until they are
     merged, the results of all parts are kept: of a row one for each part that it is in."""
     width = query.shape[1] * query.shape[2]
-    lone_flops = math.inf if libraries[1] is None else calls.LONE_FLOPS
-    piece_rows = calls.PIECE_ROWS if isinstance(libraries[1], CutCudnn) else None
+    lone_flops = math.inf if libraries[1] is None else groups.LONE_FLOPS
+    piece_rows = groups.PIECE_ROWS if isinstance(libraries[1], CutCudnn) else None
     key_of = ("calls", query.device, width, lone_flops, piece_rows)
     if key_of not in parts.tables:
-        parts.tables[key_of] = calls.plan_calls(
+        parts.tables[key_of] = plan_calls(
             parts,
             len(query),
             len(key),

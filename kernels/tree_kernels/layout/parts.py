@@ -34,6 +34,8 @@ class AttentionParts:
     """Key rows `[begin, end)` of each part, `[P, 2]` int64."""
     num_squares: int
     """The first parts are squares: their query i sees their keys up to i. Others are seen fully."""
+    num_mounts: int
+    """The last parts are mounts."""
     tables: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What operators derive from the parts, once for each device."""
 
@@ -76,16 +78,25 @@ def build_parts(
         nodes = slice(first, last + 1)
         bounds = np.searchsorted(rows, np.append(layout.exits[nodes], end))
         rectangles += _staircase(begin, layout.cu_seqlens[first + 1 : last + 2], bounds)
-    for mount in layout.mounts if mounted else ():
-        seen_by = _interval(rows, mount.query_begin, mount.query_end)
-        rectangles.append((seen_by, (mount.key_begin, mount.key_end)))
-    rectangles = [(own, seen) for own, seen in rectangles if own[0] < own[1] and seen[0] < seen[1]]
+    mounts = [
+        (_interval(rows, mount.query_begin, mount.query_end), (mount.key_begin, mount.key_end))
+        for mount in (layout.mounts if mounted else ())
+    ]
+    rectangles, mounts = _not_empty(rectangles), _not_empty(mounts)
     if keys is not None:
         places = np.zeros(layout.num_tokens, dtype=np.int64)
         places[keys] = np.arange(len(keys))
-        squares, rectangles = list(_placed(squares, places)), list(_placed(rectangles, places))
-    table = np.array([*squares, *sorted(rectangles)], dtype=np.int64).reshape(-1, 2, 2)
-    return AttentionParts(queries=table[:, 0], keys=table[:, 1], num_squares=len(squares))
+        squares, rectangles, mounts = (
+            list(_placed(each, places)) for each in (squares, rectangles, mounts)
+        )
+    found = [*squares, *sorted(rectangles), *sorted(mounts)]
+    table = np.array(found, dtype=np.int64).reshape(-1, 2, 2)
+    return AttentionParts(
+        queries=table[:, 0],
+        keys=table[:, 1],
+        num_squares=len(squares),
+        num_mounts=len(mounts),
+    )
 
 
 def _chains(parents: np.ndarray) -> list[Interval]:
@@ -127,6 +138,10 @@ def _staircase(
         found.append(((int(lowers[stop - 1]), int(uppers[middle])), (key_begin, key_end)))
         open_steps += [(first, middle, key_begin), (middle + 1, stop, key_end)]
     return found
+
+
+def _not_empty(parts: list[tuple[Interval, Interval]]) -> list[tuple[Interval, Interval]]:
+    return [(own, seen) for own, seen in parts if own[0] < own[1] and seen[0] < seen[1]]
 
 
 def _placed(

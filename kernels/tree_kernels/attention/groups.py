@@ -1,0 +1,228 @@
+"""Which parts of tree attention share a library call, and to what pieces backward cuts long ones.
+
+Parts that keep a GPU busy are calls of their own on views of the strip. Smaller ones are gathered
+and share calls with parts of about their size, as sequences of one batch. Mounts of the same rows
+are one rectangle. Backward may cut long parts to pieces of few lengths, for which a library has
+faster plans than for any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tree_kernels.layout import AttentionParts
+
+LONE_FLOPS = 3e10
+"""Forward FLOPs from which a part is a call of its own, 0.05 ms of a Hopper GPU: a lone call runs
+two to three times as fast as a batch, but costs 0.03 ms of small kernels."""
+PIECE_ROWS = 1024
+"""The shortest piece that is cut off a long part."""
+_SMALLEST = 128
+"""Rows below which parts count as equally long: kernels compute blocks of that many."""
+_CLASS_RATIO = 4
+"""Lengths in one batch differ by at most this: a batch launches blocks for its longest."""
+_LONGEST_PIECE = 1 << 16
+_WORTH_CUTTING = 12
+"""Parts of fewer pairs than this many of the shortest squares are left whole: each piece costs
+some small kernels."""
+_REST = 16
+"""What is left of an interval after cuts is less than this fraction of it, or a shortest piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The sequences of one call, n of them: rows of queries, and k intervals of keys in all."""
+
+    square: bool
+    lone: bool
+    """One sequence, of many rows."""
+    exact: bool = False
+    """It has a length of the few that pieces have, and as many keys as pieces have."""
+    source: int
+    """Which of the forward pass's groups computes these pairs."""
+    queries: np.ndarray
+    """Query rows `[begin, end)` of each sequence, `[n, 2]`."""
+    keys: np.ndarray
+    """Key rows `[begin, end)`, sequence by sequence, `[k, 2]`."""
+    key_counts: np.ndarray
+    """Intervals of keys of each sequence, `[n]`."""
+
+    @property
+    def query_begins(self) -> np.ndarray:
+        """First query of each sequence among the call's, then their number, `[n+1]`."""
+        return begins_of(self.queries)
+
+    @property
+    def key_begins(self) -> np.ndarray:
+        """First key of each sequence among the call's, then their number, `[n+1]`."""
+        return begins_of(self.keys)[np.append(0, np.cumsum(self.key_counts))]
+
+
+def begins_of(intervals: np.ndarray) -> np.ndarray:
+    """Where each interval begins if they follow each other from 0, and where the last ends."""
+    begins = np.zeros(len(intervals) + 1, dtype=np.int64)
+    np.cumsum(intervals[:, 1] - intervals[:, 0], out=begins[1:])
+    return begins
+
+
+def by_cell(intervals: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which intervals cover the cells between neighbouring bounds, cell by cell.
+
+    Returns:
+        Intervals, in their order within a cell, and the cell of each.
+    """
+    first, stop = np.searchsorted(bounds, intervals.T)
+    members = np.repeat(np.arange(len(intervals)), stop - first)
+    ends = np.cumsum(stop - first)
+    cells = np.arange(len(members)) - np.repeat(ends - stop, stop - first)
+    order = np.argsort(cells, kind="stable")
+    return members[order], cells[order]
+
+
+def forward_groups(parts: AttentionParts, width: int, lone_flops: float) -> list[Group]:
+    """The calls of the forward pass.
+
+    Args:
+        parts: What is computed.
+        width: Query heads times their size.
+        lone_flops: Forward FLOPs from which a part is a call of its own.
+    """
+    square, queries, keys, owners = _sequences(parts, width, lone_flops)
+    lengths = _lengths(keys)
+    rows, seen = _lengths(queries), np.bincount(owners, lengths, len(queries)).astype(np.int64)
+    flops = _flops(square, rows, seen, width)
+    alone = flops >= lone_flops
+    # The longest first: while the GPU computes them, the host prepares the others.
+    found = [np.array([one]) for one in sorted(np.flatnonzero(alone), key=lambda n: -flops[n])]
+    num_lone = len(found)
+    classes = np.stack([~square, _size_class(rows), _size_class(seen)], axis=1)
+    rest = np.flatnonzero(~alone)
+    for sizes in np.unique(classes[rest], axis=0):
+        found.append(rest[(classes[rest] == sizes).all(axis=1)])
+    key_counts = np.bincount(owners, minlength=len(queries))
+    return [
+        Group(
+            square=bool(square[members[0]]),
+            lone=place < num_lone,
+            source=place,
+            queries=queries[members],
+            keys=keys[np.isin(owners, members)],
+            key_counts=key_counts[members],
+        )
+        for place, members in enumerate(found)
+    ]
+
+
+def backward_groups(groups: list[Group], piece_rows: int) -> list[Group]:
+    """The calls of backward: lone ones in pieces, of which the shortest have `piece_rows` rows."""
+    return [piece for group in groups for piece in _pieces(group, piece_rows)]
+
+
+def _sequences(
+    parts: AttentionParts, width: int, lone_flops: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Parts as sequences: mounts of the same rows are one, small ones cut to have the same rows.
+
+    Returns:
+        Whether each is a square, its query rows, all intervals of keys, and the sequence of each.
+    """
+    num_parts = len(parts.queries)
+    square = np.arange(num_parts) < parts.num_squares
+    flops = _flops(square, _lengths(parts.queries), _lengths(parts.keys), width)
+    is_mount = np.arange(num_parts) >= num_parts - parts.num_mounts
+    others = np.flatnonzero(~is_mount)
+    queries, keys, owners = [parts.queries[others]], [parts.keys[others]], [np.arange(len(others))]
+    for mounts, cut in (
+        (np.flatnonzero(is_mount & (flops >= lone_flops)), False),
+        (np.flatnonzero(is_mount & (flops < lone_flops)), True),
+    ):
+        rows, seen = parts.queries[mounts], parts.keys[mounts]
+        if cut:
+            bounds = np.unique(rows)
+            members, cells = by_cell(rows, bounds)
+            rows, seen = np.stack([bounds[cells], bounds[cells + 1]], axis=1), seen[members]
+        found, owner = np.unique(rows, axis=0, return_inverse=True)
+        order = np.argsort(owner, kind="stable")
+        owners.append(owner[order] + sum(map(len, queries)))
+        queries.append(found)
+        keys.append(seen[order])
+    all_queries = np.concatenate(queries)
+    is_square = np.append(square[others], np.zeros(len(all_queries) - len(others), dtype=bool))
+    return is_square, all_queries, np.concatenate(keys), np.concatenate(owners)
+
+
+def _lengths(intervals: np.ndarray) -> np.ndarray:
+    return intervals[:, 1] - intervals[:, 0]
+
+
+def _flops(square: np.ndarray, rows: np.ndarray, keys: np.ndarray, width: int) -> np.ndarray:
+    return 4.0 * width * rows * keys * np.where(square, 0.5, 1.0)
+
+
+def _size_class(lengths: np.ndarray) -> np.ndarray:
+    excess = np.maximum(lengths, _SMALLEST) / _SMALLEST
+    return np.ceil(np.log(excess) / np.log(_CLASS_RATIO) - 1e-9).astype(np.int64)
+
+
+def _pieces(group: Group, least: int) -> Iterator[Group]:
+    """What backward computes of a call: of a long lone one, pieces."""
+    if not group.lone:
+        yield group
+        return
+    begin, end = group.queries[0].tolist()
+    num_keys = int(group.key_begins[-1])
+    num_pairs = (end - begin) * num_keys // (2 if group.square else 1)
+    if all(length == _largest(length, least) for length in (end - begin, num_keys)):
+        yield replace(group, exact=True)
+    elif num_pairs < _WORTH_CUTTING * least**2:
+        yield group
+    else:
+        yield from _cut(group, begin, end, num_keys, least)
+
+
+def _cut(group: Group, begin: int, end: int, num_keys: int, least: int) -> Iterator[Group]:
+    for first, last in _intervals(0, num_keys, least):
+        below = begin
+        if group.square:
+            below += last
+            yield _piece(group, (begin + first, below), (first, last), least, square=True)
+        for rows in _intervals(below, end, least):
+            yield _piece(group, rows, (first, last), least, square=False)
+
+
+def _piece(
+    group: Group, rows: tuple[int, int], keys: tuple[int, int], least: int, *, square: bool
+) -> Group:
+    """The pairs of `rows` and the keys that stand in the call at `keys`."""
+    begins = begins_of(group.keys)
+    parts = np.stack([np.maximum(begins[:-1], keys[0]), np.minimum(begins[1:], keys[1])], axis=1)
+    found = (parts - begins[:-1, None] + group.keys[:, :1])[parts[:, 0] < parts[:, 1]]
+    return replace(
+        group,
+        square=square,
+        exact=all(end - begin == _largest(end - begin, least) for begin, end in (rows, keys)),
+        queries=np.array([rows]),
+        keys=found,
+        key_counts=np.array([len(found)]),
+    )
+
+
+def _intervals(begin: int, end: int, least: int) -> Iterator[tuple[int, int]]:
+    """The interval in pieces of the lengths that `_largest` gives, then a short rest."""
+    enough = max(least, (end - begin) // _REST)
+    while end - begin >= enough:
+        middle = begin + _largest(end - begin, least)
+        yield begin, middle
+        begin = middle
+    if begin < end:
+        yield begin, end
+
+
+def _largest(length: int, least: int) -> int:
+    """The largest 2^n or 1.5 x 2^n that is at most `length`; 0 if it is below `least`."""
+    power = 1 << (min(length, _LONGEST_PIECE).bit_length() - 1)
+    found = power + power // 2 if power + power // 2 <= min(length, _LONGEST_PIECE) else power
+    return found if found >= least else 0
