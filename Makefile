@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
-# The whole loop, conformance, random use, page layouts.
-VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions groups layouts seams))
+# The whole loop, conformance, random use, a killed engine, page layouts.
+VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions restart groups \
+	layouts seams))
 
 LOWEST := build/lowest
 

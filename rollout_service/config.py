@@ -83,6 +83,11 @@ class VllmOptions(Options):
     """Tokens computed in one step, longer prompts in chunks; unset is vLLM's choice."""
     max_lora_rank: int = Field(default=64, ge=1, le=512)
     """Highest rank of an adapter; adapters.max_versions buffers of that rank are held."""
+    max_restarts: int = Field(default=5, ge=0, le=1000)
+    """Times in restart_window_s that an engine process which ended is started again, with its
+    versions; calls wait for it, and threads go on. Past it the service ends."""
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """Seconds over which those restarts are counted."""
 
 
 class EngineOptions(Options):

@@ -97,7 +97,7 @@ class RolloutService:
         """Apply each announced policy, until cancelled.
 
         Raises:
-            Unavailable: The engine has ended by itself.
+            Unavailable: The engine has ended and is not started again.
         """
         applying = asyncio.create_task(self._apply_policies())
         try:
@@ -176,7 +176,7 @@ class RolloutService:
         logger.info("replica %s serves run %s at %s", config.replica_id, config.run, self.address)
 
     def _lose_engine(self, error: Unavailable) -> None:
-        """The engine ended by itself: no call can be served any more, so `run` ends."""
+        """The engine ended and is not started again: no call can be served, so `run` ends."""
         if not self._engine_end.done():
             self._engine_end.set_exception(error)
             # Retrieved, where the service is being stopped anyhow.
@@ -294,6 +294,7 @@ def _vllm_engine(
     config: RolloutConfig, tokenizer: ChatTokenizer, on_end: Callable[[Unavailable], None]
 ) -> Engine:
     from rollout_service.engine.vllm import VllmEngine
+    from rollout_service.engine.vllm.supervisor import RestartPolicy
 
     options = config.engine.vllm
     arguments: dict[str, Any] = {}
@@ -315,6 +316,9 @@ def _vllm_engine(
         max_lora_rank=options.max_lora_rank,
         tensor_parallel_size=options.tensor_parallel_size,
         detokenize=tokenizer.decode,
+        restarts=RestartPolicy(
+            max_restarts=options.max_restarts, window_s=options.restart_window_s
+        ),
         on_end=on_end,
         vllm_arguments=arguments,
     )

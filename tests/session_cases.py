@@ -54,6 +54,7 @@ class ScriptedEngine(DryEngine):
         """Set once a first token was sampled."""
         self.failure: Exception | None = None
         self.kv_use: float | None = None
+        self.is_serving = True
         self.last_sampling: SamplingOptions | None = None
         self.evicted: list[Cursor] = []
 
@@ -94,7 +95,7 @@ class ScriptedEngine(DryEngine):
         self.evicted += cursors
 
     def stats(self) -> EngineStats:
-        stats = super().stats()
+        stats = replace(super().stats(), is_serving=self.is_serving)
         if self.kv_use is None:
             return stats
         capacity = 1_000_000

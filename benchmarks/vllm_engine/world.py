@@ -79,13 +79,13 @@ class World:
             await self._set_clocks(False)
 
     async def _set_clocks(self, is_timed: bool) -> None:
-        llm = self.engine._llm
+        llm = self.engine._newest().client._llm
         await llm.engine_core.call_utility_async("octopus_bench_clocks", is_timed)
         await llm.collective_rpc("octopus_bench_clocks", args=(is_timed,))
 
     async def times(self) -> list[dict[str, Any]]:
         """Seconds of each step in which a request began since the last call: core and worker."""
-        llm = self.engine._llm
+        llm = self.engine._newest().client._llm
         core = await llm.engine_core.call_utility_async("octopus_bench_times")
         (worker,) = await llm.collective_rpc("octopus_bench_times")
         if len(core) != len(worker):

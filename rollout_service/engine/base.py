@@ -41,13 +41,17 @@ class EngineStats:
     tokens_computed: int
     """Tokens that went through the model, recomputation included."""
     tokens_recomputed: Mapping[str, int]
-    """By cause: `eviction`, `refresh`; and `lead`, a turn of which only the state behind its last
-    token was kept, where the one before it is wanted."""
+    """By cause: `eviction`, `refresh`; `lead`, a turn of which only the state behind its last token
+    was kept, where the one before it is wanted; `restart`, what went with an engine process."""
     tokens_sampled: int
     preemptions: int = 0
     """Times that a running request gave its room to older ones; it went on from there later."""
     foreign_blocks: int = 0
     """Blocks read under another policy version than the one that computed them: 0, always."""
+    restarts: int = 0
+    """Engine processes started after the first, each because the one before it had ended."""
+    is_serving: bool = True
+    """False while one is being started; calls wait for it."""
 
     @property
     def kv_use(self) -> float:

@@ -1,4 +1,5 @@
-"""New episodes wait, first come first served, while the KV pool is or will be too full."""
+"""New episodes wait, first come first served, while the KV pool is or will be too full, or the
+engine is being started again."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Admission:
     Args:
         kv_use: Reads the share of the pool that is taken now.
         peak_use: The share that one more episode would bring it to, at the fullest moment.
-        num_open: Counts the open episodes; with none open, waiting would never end.
+        num_open: Counts the open episodes; with none open, waiting for room would never end.
+        is_serving: Tells whether the engine runs, or nobody will be admitted any more.
         max_kv_use: Share above which nobody is admitted.
         poll_s: Pause between two looks.
     """
@@ -28,12 +30,14 @@ class Admission:
         kv_use: Callable[[], float],
         peak_use: Callable[[], float],
         num_open: Callable[[], int],
+        is_serving: Callable[[], bool],
         max_kv_use: float,
         poll_s: float,
     ) -> None:
         self._kv_use = kv_use
         self._peak_use = peak_use
         self._num_open = num_open
+        self._is_serving = is_serving
         self._max_kv_use = max_kv_use
         self._poll_s = poll_s
         self._waiting: deque[object] = deque()
@@ -64,6 +68,6 @@ class Admission:
             self._waiting.remove(ticket)
 
     def _may_enter(self, ticket: object) -> bool:
-        if self._waiting[0] is not ticket:
+        if self._waiting[0] is not ticket or not self._is_serving():
             return False
         return self._num_open() == 0 or self._peak_use() <= self._max_kv_use

@@ -39,6 +39,8 @@ def server_status(
     metrics = service.metrics.snapshot()
     metrics["tokens/computed"] = float(stats.tokens_computed)
     metrics["tokens/sampled"] = float(stats.tokens_sampled)
+    metrics["engine/serving"] = float(stats.is_serving)
+    metrics["engine/restarts"] = float(stats.restarts)
     for cause, count in stats.tokens_recomputed.items():
         metrics[f"tokens/recomputed_{cause}"] = float(count)
     live = [thread for episode in episodes for thread in episode.threads.values()]

@@ -105,6 +105,7 @@ class Sessions:
             kv_use=lambda: engine.stats().kv_use,
             peak_use=self._peak_use,
             num_open=lambda: len(self._episodes),
+            is_serving=lambda: self._is_final() or engine.stats().is_serving,
             max_kv_use=self.options.admission_kv_use,
             poll_s=self.options.admission_poll_s,
         )
@@ -416,6 +417,10 @@ class Sessions:
             limits=episode.guardrails.limits,
             holder=episode.holder,
         )
+
+    def _is_final(self) -> bool:
+        """Whether no episode is admitted any more."""
+        return self._failure is not None or bool(self._shut)
 
     def _check_admits(self) -> None:
         if self._failure is not None:

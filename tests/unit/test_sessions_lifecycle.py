@@ -266,6 +266,27 @@ async def test_a_lost_engine_ends_every_call_with_its_error_and_is_in_the_record
     assert record.error_message == "the engine has ended"
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_openings_wait_while_the_engine_is_started_again(ends: bool) -> None:
+    engine = ScriptedEngine()
+    engine.is_serving = False
+    bench = Bench(engine=engine, admission_poll_s=0.001)
+    waiting = asyncio.ensure_future(bench.open())
+    await asyncio.sleep(0.02)
+    status = bench.sessions.status()
+    assert not waiting.done() and status.queued_episodes == 1
+    assert (status.metrics["engine/serving"], status.metrics["engine/restarts"]) == (0, 0)
+    if ends:
+        bench.sessions.fail(Unavailable("the engine is not started again"))
+        with pytest.raises(Unavailable, match="not started again"):
+            await waiting
+    else:
+        engine.is_serving = True
+        await waiting
+        assert bench.sessions.status().metrics["engine/serving"] == 1
+    assert bench.sessions.status().queued_episodes == 0
+
+
 async def test_an_opening_queued_at_shutdown_is_refused() -> None:
     engine = ScriptedEngine()
     bench = Bench(engine=engine, admission_poll_s=0.001)

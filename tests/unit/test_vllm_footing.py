@@ -59,7 +59,7 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     assert store.get(0, heir, complete=False) == own(1, 1)
     store.forget([1])
     assert sorted([*store.release([heir]), *store.release([child])]) == [2]
-    kept = ("_entries", "_roots", "_readers", "_evicted")
+    kept = ("_entries", "_roots", "_readers", "_gone")
     assert not [name for name in kept if getattr(store, name)]
 
 
@@ -72,12 +72,12 @@ def test_eviction_takes_what_rests_on_it() -> None:
     store.put(0, child, resting, complete=False)
     store.forget([5])
     assert store.get(0, child, complete=False) is None
-    assert store.was_evicted(0, child) and not store.was_evicted(0, root)
+    assert store.gone_by(0, child) == "eviction" and not store.gone_by(0, root)
     store.forget([1])
     assert store.get(0, root, complete=True) == own(2, 2)
-    assert not store.was_evicted(0, root)
+    assert not store.gone_by(0, root)
     store.forget([2])
-    assert store.was_evicted(0, root)
+    assert store.gone_by(0, root) == "eviction"
     assert len(store) == 0
 
 

@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 
 from harness_sdk.errors import ConfigError, EngineError, Unavailable
+from rollout_service.engine.vllm import process
 from rollout_service.engine.vllm.process import EngineProcess, launched
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def _llm(process: BaseProcess) -> Any:
+def _llm(core: BaseProcess) -> Any:
     """As much of vLLM's client as the watcher reads."""
-    resources = SimpleNamespace(
-        engine_manager=SimpleNamespace(processes=[process]), engine_dead=False
-    )
+    resources = SimpleNamespace(engine_manager=SimpleNamespace(processes=[core]), engine_dead=False)
     return SimpleNamespace(engine_core=SimpleNamespace(resources=resources))
 
 
@@ -41,23 +40,36 @@ async def core() -> AsyncIterator[BaseProcess]:
     process.join()
 
 
-async def test_calls_end_with_the_process_and_its_end_is_told_once(core: BaseProcess) -> None:
-    told: list[Unavailable] = []
-    watched = EngineProcess(_llm(core), told.append)
+async def test_calls_end_with_the_process_and_its_end_is_told(core: BaseProcess) -> None:
+    watched = EngineProcess(_llm(core))
     assert await watched.answer(asyncio.sleep(0, "reply")) == "reply"
     assert isinstance(watched.failure(ValueError("one request")), EngineError)
     waiting = asyncio.create_task(watched.answer(asyncio.Event().wait()))
     await asyncio.sleep(0)
+    assert not watched.has_ended
     core.kill()
     async with asyncio.timeout(10):
+        error = await watched.ended()
         with pytest.raises(Unavailable, match="the engine process has ended"):
             await waiting
-    assert watched.has_ended
-    (error,) = told
-    assert error.retryable
+    assert watched.has_ended and error.retryable and "memory is short" in error.value
     assert isinstance(watched.failure(ValueError("any request")), Unavailable)
     with pytest.raises(Unavailable):
         await watched.answer(asyncio.Event().wait())
+
+
+async def test_a_core_that_told_of_its_failure_and_does_not_end_is_killed(
+    core: BaseProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_DYING_S", 0.05)
+    llm = _llm(core)
+    watched = EngineProcess(llm)
+    llm.engine_core.resources.engine_dead = True
+    assert watched.has_ended and core.is_alive()
+    async with asyncio.timeout(10):
+        await watched.ended()
+    core.join()
+    assert core.exitcode == -signal.SIGKILL
 
 
 async def test_start_that_is_cancelled_kills_what_it_started() -> None:
@@ -127,6 +139,49 @@ def test_tied_processes_leave_the_terminal_and_end_with_their_parents(
         root.kill()
         root.wait()
         root.stdout.close()
+
+
+SHARING = """
+import multiprocessing, os, time
+from multiprocessing.shared_memory import SharedMemory
+from rollout_service.engine.vllm.engine_log import EngineLog
+from rollout_service.engine.vllm.lifeline import Lifeline
+from rollout_service.engine.vllm.shared_memory import family, free, shared_files
+
+def share(lifeline):
+    memory = SharedMemory(create=True, size=4096)
+    print("shared", memory.name, flush=True)
+    os.write(2, "out of m\\xe9mory\\n".encode("latin-1"))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    log = EngineLog()
+    child = multiprocessing.get_context("spawn").Process(target=share, args=(Lifeline(log.output),))
+    child.start()
+    while len(log._lines) < 2:
+        time.sleep(0.01)
+    _, name = log._lines[0].split()
+    shared = shared_files(family(os.getpid()))
+    assert [each.name for each in shared] == [name]
+    child.kill()
+    child.join()
+    print(*log.last_lines(), sep="|")
+    assert os.path.exists(f"/dev/shm/{name}"), "nothing else frees it"
+    free(shared)
+    assert not os.path.exists(f"/dev/shm/{name}")
+"""
+
+
+def test_what_a_killed_process_shared_is_freed_and_what_it_said_is_kept(tmp_path: Path) -> None:
+    script = tmp_path / "sharing.py"
+    script.write_text(SHARING)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    first, second, *_ = done.stdout.strip().split("|")
+    assert first.startswith("shared psm_") and second == "out of m\ufffdmory"
+    # Its own output is the log's alone.
+    assert "out of m" not in done.stderr
 
 
 def _runs(pid: int) -> bool:

@@ -17,14 +17,13 @@ async def check_blocks(engine: VllmEngine) -> None:
 
 async def check_nothing_left(engine: VllmEngine) -> None:
     """The same once all is given back: free pages, state slots and counts as at the start."""
-    builder = engine._builder
-    assert builder is not None
+    builder = engine._newest()
     await builder.client.command("usage")
     use, stats = builder.client.use, engine.stats()
     assert (use.free, use.residencies, use.states) == (use.total, 0, 0)
     assert (stats.running, stats.resident_cursors, stats.foreign_blocks) == (0, 0, 0)
     store = builder.store
-    host = (store._entries, store._roots, store._readers, store._evicted)
+    host = (store._entries, store._roots, store._readers, store._gone)
     assert not any(host), [len(table) for table in host]
     assert not builder._flights._flights
     assert builder._gate._num_active == 0 and not builder._gate.is_closed
@@ -32,6 +31,5 @@ async def check_nothing_left(engine: VllmEngine) -> None:
 
 
 async def _ask(engine: VllmEngine) -> list[str]:
-    assert engine._builder is not None
-    core = engine._builder.client._llm.engine_core
+    core = engine._newest().client._llm.engine_core
     return await core.call_utility_async(AUDIT)

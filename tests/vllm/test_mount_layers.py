@@ -204,9 +204,7 @@ def _rms(play: Play, cursors: Sequence[Cursor]) -> float:
 
 async def _taken(engine: VllmEngine, call: Awaitable[object], *, at_most: bool = False) -> int:
     """Blocks that a call leaves taken, or the most that it ever takes."""
-    builder = engine._builder
-    assert builder is not None
-    client, lowest = builder.client, []
+    client, lowest = engine._newest().client, []
     told = asyncio.Event()
 
     def on_step(_: StepUse, kv_use: float) -> None:

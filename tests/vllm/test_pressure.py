@@ -174,7 +174,7 @@ async def test_a_turn_waits_for_a_rebuild_that_holds_what_it_needs(
     parent = await play.extend(None, 7 * page - 12)
     alone = await play.turn(parent, 60, seed=1)
     await engine.release([alone])
-    builder = play.engine._builder  # type: ignore[attr-defined]
+    builder = play.engine._newest()  # type: ignore[attr-defined]
     held_ids = builder.store.residencies_of([await play.extend(None, 3 * page)])
     assert held_ids and not await builder.client.command("pin", held_ids)
     before = engine.stats().preemptions

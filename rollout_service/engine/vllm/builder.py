@@ -51,7 +51,11 @@ class FootingBuilder(FootingRuns):
             raise
 
     async def generate(self, version: int, turn: Turn) -> AsyncGenerator[SampledToken]:
-        """Sample a turn; the turn's cursor is resident at the end, and nothing if closed early."""
+        """Sample a turn, from the tokens on that it has; its cursor is resident at the end.
+
+        Closed early, nothing is.
+        """
+        num_before = len(turn.token_ids)
         async with self._gate.entered(), AsyncExitStack() as alone:
             for attempt in itertools.count(1):
                 try:
@@ -65,7 +69,7 @@ class FootingBuilder(FootingRuns):
                             yield token
                     return
                 except NotReady as cause:
-                    if turn.token_ids:
+                    if len(turn.token_ids) > num_before:
                         raise cause.as_error() from cause
                     self.store.forget(cause.residencies)
                     if attempt == 1:
@@ -138,11 +142,13 @@ class FootingBuilder(FootingRuns):
         return output.logprobs[0][token]
 
     async def _turn(self, version: int, turn: Turn, pins: Pins) -> AsyncGenerator[SampledToken]:
+        # An earlier process may have sampled some.
+        sampled = tuple(turn.token_ids)
         # Without a prompt the first token is predicted by the parent's last row.
-        with_lead = not turn.prompt.token_ids
+        with_lead = not turn.prompt.token_ids and not sampled
         start = await self._start(version, turn.prompt, with_lead=with_lead, pins=pins)
         residency = next(self._ids)
-        prompt = start.lead + turn.prompt.token_ids
+        prompt = start.lead + turn.prompt.token_ids + sampled
         plan = start.footing.plan(position=start.position, keep_as=residency)
         stream = self.client.stream(plan, prompt, lora=self._lora(version), **turn.vllm_sampling())
         end, is_over = None, False
@@ -156,13 +162,19 @@ class FootingBuilder(FootingRuns):
         finally:
             await stream.aclose()
             if not is_over:
-                self.tokens_computed += len(prompt) + max(len(turn.token_ids) - 1, 0)
+                num_new = len(turn.token_ids) - len(sampled)
+                self.tokens_computed += len(prompt) + max(num_new - 1, 0)
                 await self.client.command("release", [residency])
         assert end is not None
         turn.finish_reason = end.finish_reason
         turn.finished = turn.cursor()
         self.tokens_computed += end.num_computed - plan.num_rows
-        await self._keep(version, turn.finished, plan, len(prompt) + len(turn.token_ids), end)
+        if sampled:
+            # The last of them had not been computed yet.
+            num_again = len(turn.prompt.token_ids) + len(sampled) - 1
+            self.tokens_recomputed["restart"] += num_again
+        num_new = len(prompt) + len(turn.token_ids) - len(sampled)
+        await self._keep(version, turn.finished, plan, num_new, end)
 
     async def _keep(
         self, version: int, cursor: Cursor, plan: AttachPlan, num_new: int, end: RunEnd

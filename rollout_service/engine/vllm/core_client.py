@@ -102,6 +102,9 @@ class CoreClient:
             EngineError: The engine failed.
             Unavailable: The engine process has ended.
         """
+        if self._process.has_ended:
+            # Its client has nobody left to wait for, and may not say so.
+            raise self._process.failure(RuntimeError("no process"))
         if plan.num_rows + len(prompt) >= self._llm.model_config.max_model_len:
             raise PoolFull(self.use)
         params = self._seams.SamplingParams(

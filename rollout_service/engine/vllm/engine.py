@@ -1,34 +1,31 @@
-"""The vLLM engine's asynchronous face: cursors on the host, pages and states in vLLM's process."""
+"""The vLLM engine's asynchronous face: cursors on the host, pages and states in vLLM's process.
+
+Where that process ends, calls go on over the next: cursors are computed anew from their tokens.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from harness_sdk.errors import InvalidRequest, Unavailable
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
 from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
-from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
+from rollout_service.engine.vllm.core import Core, start_core
 from rollout_service.engine.vllm.footing import hides_mounts
 from rollout_service.engine.vllm.launch import has_tokenizer
 from rollout_service.engine.vllm.limits import check_prompt, shortest_prompt
-from rollout_service.engine.vllm.process import EngineProcess
-from rollout_service.engine.vllm.starting import (
-    EngineOptions,
-    StepUse,
-    adapters_over,
-    builder_over,
-    checked_facts,
-    engine_info,
-    launched_llm,
-)
+from rollout_service.engine.vllm.starting import EngineOptions, checked_facts, engine_info
+from rollout_service.engine.vllm.supervisor import RestartPolicy, Supervisor
 from rollout_service.engine.vllm.turn import Turn, check_options
+
+T = TypeVar("T")
 
 _STATES_PER_SEQUENCE = 8
 """Recurrent checkpoints held for each running sequence where `max_states` is not given."""
@@ -53,6 +50,7 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         async_scheduling: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        restarts: RestartPolicy | None = None,
         on_end: Callable[[Unavailable], None] | None = None,
         vllm_arguments: Mapping[str, Any] | None = None,
     ) -> None:
@@ -74,7 +72,8 @@ class VllmEngine:
             tensor_parallel_size: Devices that share every layer's heads and widths.
             async_scheduling: Whether a step is scheduled while the one before it still runs.
             detokenize: Text of token ids; needed for stop strings. The engine process gets a copy.
-            on_end: Called once where the engine process ends unasked; all calls raise then.
+            restarts: How often a process that ended is started again; None takes the defaults.
+            on_end: Called once where it is not started again; all calls raise then.
             vllm_arguments: Further engine arguments of vLLM.
         """
         self._options = EngineOptions(
@@ -91,16 +90,18 @@ class VllmEngine:
             tensor_parallel_size=tensor_parallel_size,
             async_scheduling=async_scheduling,
             detokenize=detokenize,
-            on_end=on_end,
             vllm_arguments=dict(vllm_arguments or {}),
         )
         self._info: EngineInfo | None = None
-        self._llm: Any = None
-        self._process: EngineProcess | None = None
-        self._builder: FootingBuilder | None = None
-        self._adapters: Adapters | None = None
+        self._supervisor = Supervisor[Core](
+            self._start_core, restarts or RestartPolicy(), on_given_up=on_end
+        )
+        self._loaded: dict[int, str] = {}
+        """Folder of each version that a new process has to load."""
         self._running: Counter[int] = Counter()
         self._tokens_sampled = 0
+        self._ended_use = Counter[str]()
+        """What processes that have ended had counted."""
         self._shortest_prompt = shortest_prompt(model_path, device)
 
     @property
@@ -116,28 +117,11 @@ class VllmEngine:
         Raises:
             ConfigError: The model, an option or the installed vLLM cannot be served.
         """
-        options, on_step = self._options, StepUse()
-        facts = await checked_facts(options)
-        self._llm = await launched_llm(options, facts, on_step)
-        # From here on `close` ends it, however the start goes on.
-        self._process = EngineProcess(self._llm, options.on_end)
-        builder = await builder_over(options, self._llm, self._process, on_step)
-        self._adapters = adapters_over(options, facts, builder)
-        self._info = engine_info(options, facts, builder)
-        self._builder = builder
-        if options.device == "cuda" and options.max_adapters:
-            # vLLM compiles at the first score. That would be the probe of the first adapter, and
-            # every running decode would wait for it.
-            await self.score((0,) * 32, policy_version=0)
+        await self._supervisor.start()
 
     async def close(self) -> None:
         """End the engine process; later calls raise `Unavailable`."""
-        builder, self._builder = self._builder, None
-        process, self._process, self._llm = self._process, None, None
-        if builder is not None:
-            await builder.close()
-        if process is not None:
-            await process.close()
+        await self._supervisor.close()
 
     async def extend(
         self,
@@ -157,7 +141,7 @@ class VllmEngine:
             EngineError: The engine process failed.
             AdapterError: `policy_version` is not loaded.
         """
-        builder = self._serving(policy_version)
+        self._check_version(policy_version)
         tokens = tuple(token_ids)
         first = len(tokens) if score_from is None else score_from
         cursor = child_cursor(
@@ -169,18 +153,22 @@ class VllmEngine:
         )
         self._check(cursor)
         check_prompt(cursor, self._shortest_prompt, is_scored=score_from is not None)
-        with self._request(policy_version):
-            if score_from is None:
-                await builder.extend(policy_version, cursor)
-                return cursor
-            lowest = 0 if parent is not None else 1
-            if not lowest <= score_from <= len(tokens):
-                raise InvalidRequest(
-                    "score_from names no token that something predicts",
-                    value=score_from,
-                    limit=f"{lowest} to {len(tokens)}",
-                )
-            logprobs = await builder.score(policy_version, cursor, score_from, keep=True)
+        if score_from is None:
+            await self._computed(
+                policy_version, lambda builder: builder.extend(policy_version, cursor)
+            )
+            return cursor
+        lowest = 0 if parent is not None else 1
+        if not lowest <= score_from <= len(tokens):
+            raise InvalidRequest(
+                "score_from names no token that something predicts",
+                value=score_from,
+                limit=f"{lowest} to {len(tokens)}",
+            )
+        logprobs = await self._computed(
+            policy_version,
+            lambda builder: builder.score(policy_version, cursor, score_from, keep=True),
+        )
         return replace(cursor, sampled_logprobs=logprobs)
 
     async def generate(
@@ -194,13 +182,17 @@ class VllmEngine:
     ) -> AsyncIterator[SampledToken | Generated]:
         """Append the generation prompt to `parent` and sample; see `Engine.generate`.
 
-        At temperature 0 the log-probabilities are those of the untempered distribution.
+        Where the engine process ends meanwhile the next one samples on from the tokens that are
+        there. A turn with a seed, stop strings or a constraint begins anew, or ends where tokens
+        were given out. At temperature 0 the log-probabilities are those of the untempered
+        distribution.
 
         Raises:
             InvalidRequest: A token or sampling option that cannot be computed.
             BudgetExhausted: The prompt leaves no position to sample at.
             ResourceExhausted: No room, and nothing that may be evicted.
             EngineError: The engine process failed.
+            Unavailable: It ended in the middle of a turn that has to be sampled whole.
             AdapterError: `policy_version` is not loaded.
         """
         check_options(
@@ -208,7 +200,7 @@ class VllmEngine:
             can_detokenize=self._options.detokenize is not None,
             can_constrain=has_tokenizer(self._options.model_path),
         )
-        builder = self._serving(policy_version)
+        self._check_version(policy_version)
         prompt = child_cursor(
             parent, tuple(prompt_token_ids), mounts=parent.mounts, policy_version=policy_version
         )
@@ -220,43 +212,50 @@ class VllmEngine:
             max_tokens=min(sampling.max_tokens, room),
         )
         with self._request(policy_version):
-            stream = builder.generate(policy_version, turn)
-            try:
-                async for token in stream:
-                    self._tokens_sampled += 1
-                    yield token
-            finally:
-                await stream.aclose()
-        assert turn.finished is not None and turn.finish_reason is not None
+            while turn.finished is None:
+                core = await self._serving(policy_version)
+                stream = core.builder.generate(policy_version, turn)
+                try:
+                    async for token in stream:
+                        self._tokens_sampled += 1
+                        yield token
+                except Unavailable:
+                    if not core.has_ended:
+                        raise
+                    turn.check_resumes()
+                finally:
+                    await stream.aclose()
+        assert turn.finish_reason is not None
         yield Generated(cursor=turn.finished, finish_reason=turn.finish_reason)
 
     async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
         """Keep the residency of `turn` for `shorter`; see `Engine.hand_over`."""
-        await self._live().hand_over(turn, shorter)
+        await self._newest().hand_over(turn, shorter)
 
     async def release(self, cursors: Sequence[Cursor]) -> None:
         """Drop the residency of `cursors`; what a running request reads goes when it ends."""
-        await self._live().release(cursors)
+        await self._newest().release(cursors)
 
     async def evict(self, cursors: Sequence[Cursor]) -> None:
         """Drop the residency of `cursors` that no running request reads; rebuilt on use."""
-        await self._live().evict(cursors)
+        await self._newest().evict(cursors)
 
     async def forget_all(self) -> None:
         """Drop every residency, running readers' at their end; adapters stay."""
-        builder = self._live()
+        builder = self._newest()
         for version in builder.adapters:
             await builder.drop_version(version)
 
     async def score(self, token_ids: Sequence[int], *, policy_version: int) -> tuple[float, ...]:
         """Log-probability of `token_ids[1:]` from a cold run that leaves nothing behind."""
         check_token_ids(self.info, token_ids)
-        builder = self._serving(policy_version)
+        self._check_version(policy_version)
         cursor = child_cursor(None, tuple(token_ids), mounts=(), policy_version=policy_version)
         self._check(cursor)
         check_prompt(cursor, self._shortest_prompt, is_scored=True)
-        with self._request(policy_version):
-            return await builder.score(policy_version, cursor, 1, keep=False)
+        return await self._computed(
+            policy_version, lambda builder: builder.score(policy_version, cursor, 1, keep=False)
+        )
 
     async def load_adapter(self, version: int, path: str) -> None:
         """Load a PEFT folder as `version`; decodes go on, the switch falls between two steps.
@@ -265,7 +264,8 @@ class VllmEngine:
             AdapterError: Version taken, no slot free, or a tensor missing, unknown or wrongly
                 shaped; nothing changed.
         """
-        await self._serving_adapters().load(version, path)
+        await self._served(None, lambda core: core.adapters.load(version, path))
+        self._loaded[version] = path
 
     async def unload_adapter(self, version: int) -> None:
         """Drop a version and all residency computed under it.
@@ -273,30 +273,38 @@ class VllmEngine:
         Raises:
             AdapterError: Not loaded, the base model, or in use by a running request.
         """
-        self._serving(version)
+        core = await self._serving(version)
         is_running = self._running[version] > 0
-        await self._serving_adapters().unload(version, is_running=is_running)
+        try:
+            await core.adapters.unload(version, is_running=is_running)
+        except Unavailable:
+            # Gone with its process, and the next one is not told to load it.
+            if not core.has_ended:
+                raise
+        self._loaded.pop(version, None)
 
     async def adapter_checksums(self, version: int) -> dict[str, str]:
         """`tensor_checksum` of each tensor as it serves, keyed by its PEFT name."""
-        self._serving(version)
-        return await self._serving_adapters().checksums(version)
+        self._check_version(version)
+        return await self._served(version, lambda core: core.adapters.checksums(version))
 
     def stats(self) -> EngineStats:
-        """Occupancy after the last step, counters now."""
-        builder = self._live()
-        use = builder.client.use
+        """Occupancy after the last step, counters now; nothing is resident between processes."""
+        builder, is_serving = self._newest(), self._supervisor.is_serving
+        use, ended = builder.client.use, self._ended_use
         return EngineStats(
-            resident_cursors=len(builder.store),
-            recurrent_slots=use.states,
-            tokens_resident=use.num_rows,
+            resident_cursors=len(builder.store) if is_serving else 0,
+            recurrent_slots=use.states if is_serving else 0,
+            tokens_resident=use.num_rows if is_serving else 0,
             tokens_capacity=use.capacity,
             running=self._running.total(),
             tokens_computed=builder.tokens_computed,
             tokens_recomputed=dict(builder.tokens_recomputed),
             tokens_sampled=self._tokens_sampled,
-            preemptions=use.preemptions,
-            foreign_blocks=use.foreign,
+            preemptions=use.preemptions + ended["preemptions"],
+            foreign_blocks=use.foreign + ended["foreign"],
+            restarts=self._supervisor.num_restarts,
+            is_serving=is_serving,
         )
 
     def _check(self, cursor: Cursor, *, num_more: int = 0) -> int:
@@ -309,20 +317,44 @@ class VllmEngine:
             )
         return room
 
-    def _live(self) -> FootingBuilder:
-        if self._builder is None:
-            raise Unavailable("the engine is not running")
-        return self._builder
+    async def _start_core(self, before: Core | None) -> Core:
+        options = self._options
+        facts = await checked_facts(options)
+        core = await start_core(options, facts, before, self._loaded)
+        if before is not None:
+            use = before.builder.client.use
+            self._ended_use.update(preemptions=use.preemptions, foreign=use.foreign)
+        self._info = engine_info(options, facts, core.builder)
+        return core
 
-    def _serving_adapters(self) -> Adapters:
-        self._live()
-        assert self._adapters is not None
-        return self._adapters
+    def _newest(self) -> FootingBuilder:
+        return self._supervisor.newest.builder
 
-    def _serving(self, version: int) -> FootingBuilder:
-        builder = self._live()
-        check_version(version, list(builder.adapters))
-        return builder
+    def _check_version(self, version: int) -> None:
+        self._newest()
+        check_version(version, [0, *self._loaded])
+
+    async def _serving(self, version: int | None) -> Core:
+        """The process that runs, with `version` loaded; waits while one is being started."""
+        core = await self._supervisor.running()
+        if version is not None:
+            check_version(version, list(core.builder.adapters))
+        return core
+
+    async def _computed(self, version: int, run: Callable[[FootingBuilder], Awaitable[T]]) -> T:
+        """What `run` returns; the version stays loaded meanwhile."""
+        with self._request(version):
+            return await self._served(version, lambda core: run(core.builder))
+
+    async def _served(self, version: int | None, run: Callable[[Core], Awaitable[T]]) -> T:
+        """What `run` returns, of the next process where one ends meanwhile."""
+        while True:
+            core = await self._serving(version)
+            try:
+                return await run(core)
+            except Unavailable:
+                if not core.has_ended:
+                    raise
 
     @contextmanager
     def _request(self, version: int) -> Iterator[None]:

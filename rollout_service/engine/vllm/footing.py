@@ -102,7 +102,8 @@ class FootingStore:
         self._entries: dict[Key, Entry] = {}
         self._roots: dict[tuple[int, tuple[int, ...]], Entry] = {}
         self._readers: dict[int, set[Entry]] = {}
-        self._evicted: set[Key] = set()
+        self._gone: dict[Key, str] = {}
+        """What had a footing, and what took it."""
         self._versions: set[int] = set()
 
     def __len__(self) -> int:
@@ -132,9 +133,14 @@ class FootingStore:
             self._readers.setdefault(residency, set()).add(entry)
         return []
 
-    def was_evicted(self, version: int, cursor: Cursor) -> bool:
-        """Whether the cursor had a footing that pressure or `evict` took."""
-        return (version, cursor.cursor_id) in self._evicted
+    def gone_by(self, version: int, cursor: Cursor) -> str:
+        """What took the footing that the cursor had: `eviction`, `restart`; empty: nothing."""
+        return self._gone.get((version, cursor.cursor_id), "")
+
+    def succeed(self, before: FootingStore) -> None:
+        """Know what `before` held, which went with its process."""
+        self._gone = before._gone | dict.fromkeys(before._entries, "restart")
+        self._versions |= before._versions
 
     def residencies_of(self, cursors: Iterable[Cursor]) -> list[int]:
         """Residencies of `cursors` under every version."""
@@ -144,7 +150,7 @@ class FootingStore:
     def release(self, cursors: Iterable[Cursor]) -> list[int]:
         """Forget `cursors` under every version; returns residencies that nobody owns any more."""
         keys = self._keys(cursors)
-        self._evicted.difference_update(keys)
+        self._let_go(keys)
         return self._disown(keys)
 
     def hand_over(self, turn: Cursor, shorter: Cursor) -> list[int]:
@@ -163,16 +169,15 @@ class FootingStore:
                 superfluous = [r for r in superfluous if r != trailing.parent]
                 superfluous += self.put(key[0], shorter, trailing, complete=True)
             else:
-                self._evicted.add((key[0], shorter.cursor_id))
-        for key in self._evicted.intersection(keys):
-            self._evicted.discard(key)
-            self._evicted.add((key[0], shorter.cursor_id))
+                self._gone[key[0], shorter.cursor_id] = "eviction"
+        for key in [key for key in keys if key in self._gone]:
+            self._gone[key[0], shorter.cursor_id] = self._gone.pop(key)
         return superfluous
 
     def drop_version(self, version: int) -> list[int]:
         """Forget everything of `version`; returns its residencies."""
         self._versions.discard(version)
-        self._evicted = {key for key in self._evicted if key[0] != version}
+        self._let_go([key for key in self._gone if key[0] == version])
         return self._disown([key for key in self._entries if key[0] == version])
 
     def forget(self, residencies: Iterable[int]) -> None:
@@ -188,7 +193,7 @@ class FootingStore:
                 for other in reads - entry.reads():
                     self._forget_reader(other, entry)
                 if entry.trailing is None and entry.complete is None:
-                    self._evicted |= entry.owners
+                    self._gone |= dict.fromkeys(entry.owners, "eviction")
                     self._disown(list(entry.owners))
 
     def _forget_reader(self, residency: int, entry: Entry) -> None:
@@ -213,9 +218,14 @@ class FootingStore:
     def _own(self, entry: Entry, version: int, cursor: Cursor) -> None:
         self._versions.add(version)
         key = (version, cursor.cursor_id)
-        self._evicted.discard(key)
+        self._let_go([key])
         entry.owners.add(key)
         self._entries[key] = entry
+
+    def _let_go(self, keys: Iterable[Key]) -> None:
+        """Forget that `keys` were held once."""
+        for key in keys:
+            self._gone.pop(key, None)
 
     def _disown(self, keys: list[Key]) -> list[int]:
         free: list[int] = []

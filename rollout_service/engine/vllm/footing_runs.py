@@ -45,10 +45,16 @@ class FootingRuns:
         self.adapters: dict[int, LoadedAdapter | None] = {0: None}
         """Loaded versions; the base model is none of vLLM's."""
         self.tokens_computed = 0
-        self.tokens_recomputed: Counter[str] = Counter(eviction=0, refresh=0)
+        self.tokens_recomputed: Counter[str] = Counter(eviction=0, refresh=0, restart=0)
         self._gate = RebuildGate()
         self._ids = itertools.count(1)
         self._flights = Flights(self.store, self.release)
+
+    def succeed(self, before: FootingRuns) -> None:
+        """Count on from `before`, whose process has ended, and know what it held."""
+        self.store.succeed(before.store)
+        self.tokens_computed += before.tokens_computed
+        self.tokens_recomputed.update(before.tokens_recomputed)
 
     async def close(self) -> None:
         """Cancel what runs."""
@@ -166,8 +172,9 @@ class FootingRuns:
 
     def _cause(self, version: int, cursor: Cursor) -> str:
         """Why a cursor that existed before is computed."""
-        if self.store.was_evicted(version, cursor):
-            return "eviction"
+        gone_by = self.store.gone_by(version, cursor)
+        if gone_by:
+            return gone_by
         if self.store.get(version, cursor, True) is not None:
             return "lead"
         return "refresh" if cursor.policy_version != version else ""

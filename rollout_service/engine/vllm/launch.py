@@ -100,6 +100,7 @@ def launch(
     tensor_parallel_size: int,
     async_scheduling: bool,
     on_step: Callable[[float], None],
+    output: int,
     extra: Mapping[str, Any],
 ) -> Any:
     """Start the engine; blocks until the model is loaded.
@@ -118,6 +119,7 @@ def launch(
         tensor_parallel_size: Devices that share every layer.
         async_scheduling: Whether the core schedules a step ahead.
         on_step: Told the pool's use, 0 to 1, after each step.
+        output: Descriptor that takes what its processes write.
         extra: Further engine arguments of vLLM, which win.
 
     Returns:
@@ -177,7 +179,7 @@ def launch(
     if tensor_parallel_size == 1:
         # On CPUs vLLM would start a second process, to bind threads that are the host's to bind.
         config.parallel_config.distributed_executor_backend = "uni"
-    config.additional_config[_LIFELINE_KEY] = Lifeline()
+    config.additional_config[_LIFELINE_KEY] = Lifeline(output)
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )

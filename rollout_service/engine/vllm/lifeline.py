@@ -1,4 +1,5 @@
-"""Ties vLLM's processes to the one that started them: none hears Ctrl-C, none is left behind.
+"""Ties vLLM's processes to the one that started them: none hears Ctrl-C, none is left behind, and
+what they write goes where it says.
 
 vLLM's engine core looks after its workers, but not after its own parent.
 """
@@ -21,18 +22,39 @@ class Lifeline(dict[str, Any]):
 
     The configuration is the first that reaches a new process, before it waits for anything, and
     each process hands it to those that it starts itself.
+
+    Args:
+        output: Descriptor of the sender's that takes what the process writes, and those that it
+            starts; None leaves that where it is.
     """
 
+    def __init__(self, output: int | None = None) -> None:
+        super().__init__()
+        self._output = output
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (os.getpid(), _born(os.getpid()))
+        return _received, (os.getpid(), _born(os.getpid()), self._output)
 
 
-def _received(sender: int, born: str) -> Lifeline:
+def _received(sender: int, born: str, output: int | None) -> Lifeline:
     # A copy within a process arrives at its sender.
-    if sender != os.getpid() and sender not in _followed and hasattr(os, "pidfd_open"):
+    if sender == os.getpid():
+        return Lifeline(output)
+    if sender not in _followed and hasattr(os, "pidfd_open"):
         _followed.add(sender)
         _follow(sender, born)
+        if output is not None:
+            _write_to(sender, output)
+    # Whoever this process starts inherits what it writes to.
     return Lifeline()
+
+
+def _write_to(sender: int, output: int) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(f"/proc/{sender}/fd/{output}", os.O_WRONLY)
+        for own in (1, 2):
+            os.dup2(descriptor, own)
+        os.close(descriptor)
 
 
 def _follow(parent: int, born: str) -> None:

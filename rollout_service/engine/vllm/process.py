@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from harness_sdk.errors import ConfigError, EngineError, HarnessError, Unavailable
-
-logger = logging.getLogger(__name__)
+from rollout_service.engine.vllm.shared_memory import family, free, shared_files
 
 T = TypeVar("T")
 
 _KILL_PAUSE_S = 0.1
+_DYING_S = 10.0
+"""That a core which told of its failure has to end by itself."""
+_EXIT_S, _EXIT_POLL_S = 1.0, 0.01
 
 
 async def launched(launch: Callable[[], Any]) -> Any:
@@ -35,7 +37,7 @@ async def launched(launch: Callable[[], Any]) -> Any:
                 child.kill()
             await asyncio.wait([starting], timeout=_KILL_PAUSE_S)
         if not starting.cancelled() and starting.exception() is None:
-            await EngineProcess(starting.result(), None).close()
+            await EngineProcess(starting.result()).close()
         raise
     except HarnessError:
         raise
@@ -50,18 +52,16 @@ async def launched(launch: Callable[[], Any]) -> Any:
 class EngineProcess:
     """vLLM's engine core, alive until it is closed or ends by itself."""
 
-    def __init__(self, llm: Any, on_end: Callable[[Unavailable], None] | None) -> None:
-        """Watch the process of `llm`.
-
-        Args:
-            llm: vLLM's `AsyncLLM`.
-            on_end: Called once, from the event loop, when the process ends unasked.
-        """
+    def __init__(self, llm: Any) -> None:
+        """Watch the process of `llm`, vLLM's `AsyncLLM`."""
         self._llm = llm
-        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._dying: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._processes = list(llm.engine_core.resources.engine_manager.processes)
+        families = [family(process.pid) for process in self._processes]
+        self._shared = shared_files(pid for pids in families for pid in pids)
         # Copies: vLLM closes its own when it likes.
         self._sentinels = [os.dup(process.sentinel) for process in self._processes]
         for sentinel in self._sentinels:
@@ -69,8 +69,19 @@ class EngineProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended unasked."""
-        return self._ended.done()
+        """Whether it ended unasked, or told that it does."""
+        return self._ended.done() or self._is_dying()
+
+    async def ended(self) -> Unavailable:
+        """Wait until it has ended unasked; returns what its callers are told."""
+        await asyncio.shield(self._ended)
+        # Its exit code may come a moment after its end.
+        give_up_s = self._loop.time() + _EXIT_S
+        while any(each.exitcode is None for each in self._processes):
+            if self._loop.time() > give_up_s:
+                break
+            await asyncio.sleep(_EXIT_POLL_S)
+        return self._end()
 
     async def answer(self, call: Awaitable[T]) -> T:
         """The result of `call`, which would wait for ever where the process ends meanwhile.
@@ -89,16 +100,22 @@ class EngineProcess:
 
     def failure(self, cause: Exception) -> HarnessError:
         """What a request is told that failed with `cause`."""
-        if self.has_ended or self._llm.engine_core.resources.engine_dead:
+        if self.has_ended:
             return self._end()
         return EngineError(f"the engine failed: {cause}", remedy="see the service's log")
 
     async def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """End the process, wait until it is gone, and free what vLLM holds of it here."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._unwatch()
-        # Its task would take the process's end for a failure.
         handler = self._llm.output_handler
         if handler is not None:
+            if self._ended.done():
+                # It has requests to tell first.
+                await asyncio.wait([handler], timeout=_DYING_S)
+            # Its task would take the process's end for a failure.
             handler.cancel()
             await asyncio.wait([handler])
         context = self._llm.engine_core.resources.ctx
@@ -106,27 +123,42 @@ class EngineProcess:
         # Its sockets are closed by a callback on this loop, which leaves their context open.
         await asyncio.sleep(0)
         await asyncio.to_thread(context.destroy, 0)
+        free(self._shared)
+
+    def _is_dying(self) -> bool:
+        """Whether the core told of its failure; one that does not end then is killed."""
+        is_dying = bool(self._llm.engine_core.resources.engine_dead)
+        if is_dying and self._dying is None and not self._is_closed:
+            self._dying = self._loop.call_later(_DYING_S, self._kill)
+        return is_dying
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def _note_end(self) -> None:
         self._unwatch()
-        if self._ended.done():
-            return
-        self._ended.set_result(None)
-        error = self._end()
-        logger.error("%s", error)
-        if self._on_end is not None:
-            self._on_end(error)
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     def _unwatch(self) -> None:
         while self._sentinels:
             sentinel = self._sentinels.pop()
             self._loop.remove_reader(sentinel)
             os.close(sentinel)
+        if self._dying is not None:
+            self._dying.cancel()
 
     def _end(self) -> Unavailable:
         codes = {process.exitcode for process in self._processes} - {None}
         return Unavailable(
             "the engine process has ended, and what it held with it",
-            value=", ".join(f"exit code {code}" for code in codes),
-            remedy="open another episode once the service has been started again; its log says why",
+            value=", ".join(map(_exit, sorted(codes))),
+            remedy="repeat the call; the service's log says why",
         )
+
+
+def _exit(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "killed from outside, as the kernel does where memory is short"
+    return f"exit code {code}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.errors import ConfigError
 from rollout_service.engine.base import EngineInfo
 from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
@@ -38,7 +38,6 @@ class EngineOptions:
     tensor_parallel_size: int
     async_scheduling: bool
     detokenize: Callable[[Sequence[int]], str] | None
-    on_end: Callable[[Unavailable], None] | None
     vllm_arguments: Mapping[str, Any]
 
     def pool(self, facts: ModelFacts) -> Pool:
@@ -81,8 +80,10 @@ async def checked_facts(options: EngineOptions) -> ModelFacts:
     return facts
 
 
-async def launched_llm(options: EngineOptions, facts: ModelFacts, on_step: StepUse) -> Any:
-    """vLLM's `AsyncLLM` with the model loaded.
+async def launched_llm(
+    options: EngineOptions, facts: ModelFacts, on_step: StepUse, output: int
+) -> Any:
+    """vLLM's `AsyncLLM` with the model loaded, its processes writing to `output`.
 
     Raises:
         ConfigError: It did not start.
@@ -102,6 +103,7 @@ async def launched_llm(options: EngineOptions, facts: ModelFacts, on_step: StepU
         tensor_parallel_size=options.tensor_parallel_size,
         async_scheduling=options.async_scheduling,
         on_step=on_step,
+        output=output,
         extra=options.vllm_arguments,
     )
     return await launched(start)

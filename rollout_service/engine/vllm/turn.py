@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness_sdk.errors import InvalidRequest
+from harness_sdk.errors import InvalidRequest, Unavailable
 from harness_sdk.types import FinishReason, SamplingOptions
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.transformers.sampling import check_sampling
@@ -29,11 +29,29 @@ class Turn:
     finished: Cursor | None = None
     """The turn's cursor, once it is resident."""
 
+    def check_resumes(self) -> None:
+        """Refuse to sample on in another process where that is not what was asked for.
+
+        A seed promises the same tokens each time; what stops or shapes a text has to see all of it.
+
+        Raises:
+            Unavailable: Tokens were sampled, with a seed, stop strings or a constraint.
+        """
+        options = self.sampling
+        is_seeded = options.seed is not None and options.temperature > 0
+        if self.token_ids and (is_seeded or options.stop or options.structured is not None):
+            raise Unavailable(
+                "the engine process ended in the middle of a turn that has to be sampled whole",
+                value=f"{len(self.token_ids)} tokens sampled",
+                limit="no seed, stop strings or constraint, to go on from there",
+                remedy="repeat the call; the thread is where it was",
+            )
+
     def vllm_sampling(self) -> dict[str, Any]:
-        """vLLM's sampling parameters."""
+        """vLLM's sampling parameters for what is left to sample."""
         options = self.sampling
         return {
-            "max_tokens": self.max_tokens,
+            "max_tokens": self.max_tokens - len(self.token_ids),
             "temperature": options.temperature,
             "top_p": options.top_p,
             "top_k": options.top_k,

@@ -1,0 +1,212 @@
+"""Keeps an engine running: where its process ends, another is started, within bounds.
+
+Knows nothing of vLLM, nor of what the engine held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from harness_sdk.errors import HarnessError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How often an engine is started again, and with what pauses."""
+
+    max_restarts: int = 5
+    """Within `window_s`; 0 starts none again."""
+    window_s: float = 600.0
+    first_pause_s: float = 0.5
+    """Before the first restart of a window; twice as long before each other one."""
+    max_pause_s: float = 30.0
+
+
+class Supervised(Protocol):
+    """An engine over one process, or over several that end together."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended unasked."""
+        ...
+
+    async def ended(self) -> Unavailable:
+        """Wait for that; returns what its callers are told."""
+        ...
+
+    def last_lines(self) -> list[str]:
+        """What it wrote last, once it has ended; may block for a moment."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and free what it left."""
+        ...
+
+
+C = TypeVar("C", bound=Supervised)
+
+
+class Supervisor(Generic[C]):
+    """The engine that runs now, and the one after it.
+
+    Args:
+        start: Starts an engine, given the one before it that has ended; None is the first.
+        policy: How often, and with what pauses.
+        on_given_up: Told once that no other is started; every call raises that from then on.
+
+    Attributes:
+        num_restarts: Engines started after the first.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[C | None], Awaitable[C]],
+        policy: RestartPolicy,
+        *,
+        on_given_up: Callable[[Unavailable], None] | None = None,
+    ) -> None:
+        self._start = start
+        self._policy = policy
+        self._on_given_up = on_given_up
+        self._newest: C | None = None
+        self._failure: Unavailable | None = None
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._ends_s: deque[float] = deque()
+        self.num_restarts = 0
+
+    async def start(self) -> None:
+        """Start the first engine, and watch it.
+
+        Raises:
+            ConfigError: It did not start.
+        """
+        self._newest = await self._start(None)
+        self._watching = asyncio.create_task(self._watch(self._newest))
+
+    async def close(self) -> None:
+        """End the engine; whoever waits for one is told."""
+        self._failure = self._failure or _not_running()
+        self._tell()
+        if self._watching is not None:
+            # Once: a start that is given up has its process to kill first.
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            await newest.close()
+
+    @property
+    def newest(self) -> C:
+        """The engine started last, whether it runs or has ended.
+
+        Raises:
+            Unavailable: There is none.
+        """
+        if self._newest is None:
+            raise _not_running()
+        return self._newest
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it runs."""
+        return self._newest is not None and not self._newest.has_ended
+
+    async def running(self) -> C:
+        """The engine that runs; waits while one is being started.
+
+        Raises:
+            Unavailable: None is started any more.
+        """
+        while not self.is_serving:
+            if self._failure is not None:
+                raise self._failure.copy()
+            await self._changed.wait()
+        return self.newest
+
+    async def _watch(self, engine: C) -> None:
+        while True:
+            error = await engine.ended()
+            await self._log_end(engine, error)
+            try:
+                engine = await self._another(engine, error)
+            except Unavailable as failure:
+                self._give_up(failure)
+                return
+            self.num_restarts += 1
+            self._newest = engine
+            logger.warning("the engine runs again, restart %d", self.num_restarts)
+            self._tell()
+
+    async def _another(self, before: C, error: HarnessError) -> C:
+        """The next engine that starts.
+
+        Raises:
+            Unavailable: Too many have ended, or did not start.
+        """
+        policy = self._policy
+        while True:
+            self._count_end(error)
+            pause_s = policy.first_pause_s * 2 ** (len(self._ends_s) - 1)
+            pause_s = min(pause_s, policy.max_pause_s)
+            logger.warning("the engine is started again in %.1f s", pause_s)
+            await asyncio.sleep(pause_s)
+            try:
+                return await self._start(before)
+            except HarnessError as failed:
+                error = failed
+            except Exception as failed:
+                logger.exception("the engine did not start")
+                error = Unavailable(f"the engine did not start: {failed!r}")
+            logger.error("%s", error)
+
+    def _count_end(self, error: HarnessError) -> None:
+        """One more has ended, or did not start.
+
+        Raises:
+            Unavailable: There were too many.
+        """
+        now_s = time.monotonic()
+        self._ends_s.append(now_s)
+        while self._ends_s[0] < now_s - self._policy.window_s:
+            self._ends_s.popleft()
+        if len(self._ends_s) > self._policy.max_restarts:
+            raise Unavailable(
+                f"the engine is not started again: {error.message}",
+                value="; ".join(
+                    each
+                    for each in (error.value, f"ended or failed to start {len(self._ends_s)} times")
+                    if each
+                ),
+                limit=f"{self._policy.max_restarts} restarts in {self._policy.window_s:g} s",
+                remedy="see the engine's last lines in the service's log; open another episode once"
+                " the service has been started again",
+            )
+
+    def _give_up(self, failure: Unavailable) -> None:
+        self._failure = failure
+        logger.error("%s", failure)
+        self._tell()
+        if self._on_given_up is not None:
+            self._on_given_up(failure)
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _log_end(self, engine: C, error: Unavailable) -> None:
+        lines = await asyncio.to_thread(engine.last_lines)
+        said = "\n".join(lines) if lines else "it wrote nothing"
+        logger.error("%s; its last lines:\n%s", error.message, said)
+
+
+def _not_running() -> Unavailable:
+    return Unavailable("the engine is not running")
