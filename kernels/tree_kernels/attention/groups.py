@@ -24,7 +24,11 @@ _SMALLEST = 128
 """Rows below which parts count as equally long: kernels compute blocks of that many."""
 _CLASS_RATIO = 4
 """Lengths in one batch differ by at most this: a batch launches blocks for its longest."""
-_LONGEST_PIECE = 1 << 16
+_MOST_KEYS = 1 << 16
+"""Keys of the longest piece."""
+MOST_ROWS = 2048
+"""Query rows of the longest full rectangle among pieces: their operands and gradients stay in the
+GPU's cache, which long ones leave again and again."""
 _WORTH_CUTTING = 12
 """Parts of fewer pairs than this many of the shortest squares are left whole: each piece costs
 some small kernels."""
@@ -175,7 +179,8 @@ def _pieces(group: Group, least: int) -> Iterator[Group]:
     begin, end = group.queries[0].tolist()
     num_keys = int(group.key_begins[-1])
     num_pairs = (end - begin) * num_keys // (2 if group.square else 1)
-    if all(length == _largest(length, least) for length in (end - begin, num_keys)):
+    most = num_keys if group.square else MOST_ROWS
+    if end - begin <= most and all(_is_exact(each, least) for each in (end - begin, num_keys)):
         yield replace(group, exact=True)
     elif num_pairs < _WORTH_CUTTING * least**2:
         yield group
@@ -184,13 +189,16 @@ def _pieces(group: Group, least: int) -> Iterator[Group]:
 
 
 def _cut(group: Group, begin: int, end: int, num_keys: int, least: int) -> Iterator[Group]:
-    for first, last in _intervals(0, num_keys, least):
+    for first, last in _intervals(0, num_keys, least, _MOST_KEYS):
         below = begin
         if group.square:
             below += last
             yield _piece(group, (begin + first, below), (first, last), least, square=True)
-        for rows in _intervals(below, end, least):
-            yield _piece(group, rows, (first, last), least, square=False)
+        if below < end and not _is_exact(last - first, least):
+            yield _piece(group, (below, end), (first, last), least, square=False)
+        else:
+            for rows in _intervals(below, end, least, MOST_ROWS):
+                yield _piece(group, rows, (first, last), least, square=False)
 
 
 def _piece(
@@ -203,26 +211,34 @@ def _piece(
     return replace(
         group,
         square=square,
-        exact=all(end - begin == _largest(end - begin, least) for begin, end in (rows, keys)),
+        exact=all(_is_exact(end - begin, least) for begin, end in (rows, keys)),
         queries=np.array([rows]),
         keys=found,
         key_counts=np.array([len(found)]),
     )
 
 
-def _intervals(begin: int, end: int, least: int) -> Iterator[tuple[int, int]]:
-    """The interval in pieces of the lengths that `_largest` gives, then a short rest."""
-    enough = max(least, (end - begin) // _REST)
+def _intervals(begin: int, end: int, least: int, most: int) -> Iterator[tuple[int, int]]:
+    """The interval in pieces of lengths that are exact, then a short rest."""
+    enough = max(least, min(end - begin, most) // _REST)
     while end - begin >= enough:
-        middle = begin + _largest(end - begin, least)
-        yield begin, middle
-        begin = middle
+        length = _largest(min(end - begin, most))
+        if end - begin - length == 1:
+            # cuDNN refuses one row that sees one key.
+            length = _largest(length - 1)
+        if length < least:
+            break
+        yield begin, begin + length
+        begin += length
     if begin < end:
         yield begin, end
 
 
-def _largest(length: int, least: int) -> int:
-    """The largest 2^n or 1.5 x 2^n that is at most `length`; 0 if it is below `least`."""
-    power = 1 << (min(length, _LONGEST_PIECE).bit_length() - 1)
-    found = power + power // 2 if power + power // 2 <= min(length, _LONGEST_PIECE) else power
-    return found if found >= least else 0
+def _is_exact(length: int, least: int) -> bool:
+    return length >= least and length == _largest(length)
+
+
+def _largest(length: int) -> int:
+    """The largest 2^n or 1.5 x 2^n that is at most `length`."""
+    power = 1 << (length.bit_length() - 1)
+    return power + power // 2 if power + power // 2 <= length else power
