@@ -5,7 +5,8 @@
 Episodes over passages of the search corpus (or the demo's relay, with `--model demo`): a root forks
 workers, each reads passages and writes, one is rewound, one reads another, the root reads all. What
 the trainer computes of each sampled token is compared with what the engine recorded, once with the
-mounts and once without them: the latter is what a trainer that ignores mounts would train on.
+mounts and once without them: the latter is what a trainer that ignores mounts would train on. Both
+are compared with a trainer in float32 over the same weights too: how far bfloat16 alone puts each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import platform
 import sys
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from harness_sdk.record import EpisodeRecord
 from rollout_service.config import RolloutConfig
 from rollout_service.service import RolloutService
 from trainer_service.dag import pack_episodes
+from trainer_service.objectives.base import PackedLogprobs
 from trainer_service.policy import Policy
 from trainer_service.strip import Strip
 
@@ -47,23 +51,14 @@ def main() -> None:
     """Play, compute again, print and write the figures."""
     args = _parse()
     folder = resolve_model(args.model)
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        records = asyncio.run(_play(args, folder, Path(scratch)))
-    _say(f"{len(records)} episodes after {time.monotonic() - begin:.0f} s")
-    policy = Policy.load(folder, lora=None, dtype=args.dtype, device=args.device)
-    figures = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "episodes": len(records),
-        "mounts": sum(bool(node.mounts) for record in records for node in record.nodes),
-        **_compare(policy, records, records, "mounts"),
-        **_compare(policy, [_without_mounts(record) for record in records], records, "dropped"),
-        "hardware": args.hardware or f"{platform.machine()}, {args.device}",
-        "versions": _versions(),
-    }
-    _write(args.out, figures)
-    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    for head_dtype in args.head_dtype:
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory() as scratch:
+            records = asyncio.run(_play(args, head_dtype, folder, Path(scratch)))
+        _say(f"head {head_dtype}: {len(records)} episodes after {time.monotonic() - begin:.0f} s")
+        figures = _row(args, head_dtype, folder, records)
+        _write(args.out, figures)
+        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
 
 def _parse() -> argparse.Namespace:
@@ -72,19 +67,72 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="folder, smollm2 or demo")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="bfloat16", help="of engine and trainer")
+    parser.add_argument(
+        "--head-dtype", nargs="+", choices=("float32", "model"), default=["float32", "model"]
+    )
+    parser.add_argument("--no-inductor", action="store_true", help="a GPU's engine starts sooner")
     parser.add_argument("--episodes", type=int, default=8)
     parser.add_argument("--hardware", default="", help="what to say of the machine")
     return parser.parse_args()
 
 
-async def _play(args: argparse.Namespace, folder: Path, scratch: Path) -> list[EpisodeRecord]:
+def _row(
+    args: argparse.Namespace, head_dtype: str, folder: Path, records: list[EpisodeRecord]
+) -> dict[str, Any]:
+    """All figures of one run."""
+    found = {record.head_dtype for record in records}
+    load = partial(Policy.load, folder, lora=None, device=args.device)
+    policy = load(dtype=args.dtype, head_dtype=head_dtype)
+    assert found == {policy.head_dtype}, found
+    computed, exact = _computed(policy, records), _computed(load(dtype="float32"), records)
+    sampled, reads = [], []
+    for record in records:
+        strip = pack_episodes([record])
+        sampled.append(strip.sampled_logprobs)
+        reads.append(_reads(strip, record))
+    recorded, reading = torch.cat(sampled), torch.cat(reads)
+    dropped = _computed(policy, [_without_mounts(record) for record in records])
+    return {
+        "model": args.model,
+        "dtype": args.dtype,
+        "head_dtype": policy.head_dtype,
+        "episodes": len(records),
+        "mounts": sum(bool(node.mounts) for record in records for node in record.nodes),
+        "entropy": computed.entropy.mean().item(),
+        **_figures(computed, recorded, "mounts"),
+        **_figures(computed, recorded, "mounts_readers", reading),
+        **_figures(dropped, recorded, "dropped"),
+        **_figures(dropped, recorded, "dropped_readers", reading),
+        **_figures(exact, recorded, "rollout_to_float32"),
+        **_figures(exact, computed.policy_logprobs, "trainer_to_float32"),
+        "hardware": args.hardware or f"{platform.machine()}, {args.device}",
+        "versions": _versions(),
+    }
+
+
+async def _play(
+    args: argparse.Namespace, head_dtype: str, folder: Path, scratch: Path
+) -> list[EpisodeRecord]:
     """Records of all episodes."""
+    if args.no_inductor:
+        _start_without_inductor()
     settings = rollout_for_model(
         args.model,
         {
             "run_folder": scratch,
-            "model": {"path": folder, "dtype": args.dtype, "device": args.device},
-            "engine": {"name": "vllm", "max_tokens": 65_536},
+            "model": {
+                "path": folder,
+                "dtype": args.dtype,
+                "device": args.device,
+                "head_dtype": head_dtype,
+            },
+            # Other engines may stand beside it on the device.
+            "engine": {
+                "name": "vllm",
+                "max_tokens": 65_536,
+                "max_num_seqs": 16,
+                "vllm": {"gpu_memory_fraction": 0.15},
+            },
             "server": {"port": 0, "grace_s": 1.0},
             "limits": {"thread_budget": 3_072, "answer_reserve": 128},
         },
@@ -108,6 +156,18 @@ async def _play(args: argparse.Namespace, folder: Path, scratch: Path) -> list[E
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+
+
+def _start_without_inductor() -> None:
+    """Let vLLM capture graphs for decoding of what is not compiled."""
+    module: Any = importlib.import_module("rollout_service.engine.vllm")
+    engine = module.VllmEngine
+
+    def start(*args: Any, vllm_arguments: dict[str, Any], **options: Any) -> Any:
+        arguments = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+        return engine(*args, vllm_arguments=arguments | vllm_arguments, **options)
+
+    module.VllmEngine = start
 
 
 async def _episode(episode: Episode, index: int, material: Iterator[str]) -> None:
@@ -146,25 +206,26 @@ def _passages(index: int) -> Iterator[str]:
     return (f"{passage.title}. {passage.text}" for passage in known[first:])
 
 
-def _compare(
-    policy: Policy, computed_as: list[EpisodeRecord], played: list[EpisodeRecord], name: str
-) -> dict[str, float]:
-    """Figures over all sampled tokens, and over those sampled with mounts in view."""
-    differences, reads = [], []
-    for record, original in zip(computed_as, played, strict=True):
-        strip = pack_episodes([record])
+def _computed(policy: Policy, records: list[EpisodeRecord]) -> PackedLogprobs:
+    """The policy's, over all episodes, on the CPU."""
+    parts = []
+    for record in records:
         with torch.no_grad():
-            computed = policy.logprobs(strip).policy_logprobs
-        differences.append(computed.double().cpu() - strip.sampled_logprobs.double())
-        reads.append(_reads(strip, original))
-    difference, reading = torch.cat(differences), torch.cat(reads)
-    return {
-        **_figures(difference, name),
-        **_figures(difference[reading], f"{name}_readers"),
-    }
+            parts.append(policy.logprobs(pack_episodes([record])))
+    return PackedLogprobs(
+        policy_logprobs=torch.cat([part.policy_logprobs.cpu() for part in parts]),
+        entropy=torch.cat([part.entropy.cpu() for part in parts]),
+    )
 
 
-def _figures(difference: torch.Tensor, name: str) -> dict[str, float]:
+def _figures(
+    computed: PackedLogprobs,
+    from_: torch.Tensor,
+    name: str,
+    rows: torch.Tensor | slice = slice(None),
+) -> dict[str, float]:
+    """KL(from_ || computed) and differences over the tokens `rows`."""
+    difference = computed.policy_logprobs[rows].double() - from_[rows].double()
     k3 = difference.expm1() - difference
     return {
         f"{name}_tokens": difference.numel(),
@@ -192,9 +253,10 @@ def _without_mounts(record: EpisodeRecord) -> EpisodeRecord:
 
 
 def _write(path: Path, figures: dict[str, Any]) -> None:
-    """Set the model's row."""
+    """Set the row of the model and the type of its logits."""
     rows = json.loads(path.read_text("utf-8")) if path.is_file() else []
-    others = [row for row in rows if row["model"] != figures["model"]]
+    kinds = ("model", "head_dtype")
+    others = [row for row in rows if any(row.get(kind) != figures[kind] for kind in kinds)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*others, figures], indent=1) + "\n", "utf-8")
 

@@ -42,6 +42,8 @@ class ModelOptions(Options):
     """Folder of the Hugging Face checkpoint with its tokenizer."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the weights and the cache."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Of the logits, as on the trainer: float32, at least, or rounded to the model's dtype."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """cpu, cuda or cuda:N."""
     mount_layers: tuple[int, ...] | None = None

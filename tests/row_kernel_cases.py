@@ -81,20 +81,22 @@ def _logprob_errors(rows: int, vocab: int, device: str, dtype: torch.dtype) -> d
     by_row = torch.randn(2, rows, generator=generator)
     errors = {}
     for with_grad in (False, True):
-        arguments = (targets, scale, RowGrads(logprob=by_row[0], entropy=by_row[1]))
-        wanted = naive_row_statistics(logits.double(), *arguments)
-        found = row_statistics(
-            logits.to(device, copy=True),
-            targets.to(device),
-            scale.to(device),
-            RowGrads(logprob=by_row[0].to(device), entropy=by_row[1].to(device))
-            if with_grad
-            else None,
-        )
+        grads = RowGrads(logprob=by_row[0], entropy=by_row[1])
+        wanted = naive_row_statistics(logits.double(), targets, scale, grads, torch.float64)
+        own_grads = RowGrads(logprob=by_row[0].to(device), entropy=by_row[1].to(device))
+        given = (targets.to(device), scale.to(device), own_grads if with_grad else None)
+        found = row_statistics(logits.to(device, copy=True), *given, dtype)
         errors[f"logprob {with_grad}"] = relative_rms(found.logprob.cpu(), wanted.logprob)
         errors[f"entropy {with_grad}"] = relative_rms(found.entropy.cpu(), wanted.entropy)
         if found.grad is not None and wanted.grad is not None:
             errors["grad"] = relative_rms(found.grad.cpu(), wanted.grad)
+            kept = logits.float().to(device)
+            # The interpreter cuts bfloat16 off, and rounds float16.
+            narrow = row_statistics(kept, *given, torch.float16).grad
+            wide = row_statistics(logits.float().to(device, copy=True), *given, torch.float32).grad
+            assert narrow is not None and wide is not None
+            errors["narrow grad"] = relative_rms(narrow, wide.half())
+            errors["logits beside it"] = relative_rms(kept.cpu(), logits.double())
     return errors
 
 

@@ -42,6 +42,8 @@ class ModelOptions(Options):
     """Of the base weights; the adapter is float32 at least."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """cpu, cuda or cuda:N."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Of the logits, as on every replica: float32, at least, or rounded to the model's dtype."""
     mount_layers: tuple[int, ...] | None = None
     """Layers whose attention reads mounted spans; unset takes the family's rule."""
     activation_checkpointing: bool = False

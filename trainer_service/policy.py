@@ -49,6 +49,9 @@ _DTYPES = {
 }
 
 
+HEAD_DTYPES = ("float32", "model")
+
+
 class Policy:
     """A causal language model and its adapter; all methods run on the caller's thread."""
 
@@ -58,6 +61,7 @@ class Policy:
         *,
         model_path: str | Path,
         mount_layers: tuple[int, ...] | None = None,
+        head_dtype: str = "float32",
         adapter: peft.PeftModel | None = None,
     ) -> None:
         """Wrap a loaded model; use `load`.
@@ -66,6 +70,7 @@ class Policy:
             model: The Hugging Face causal language model, with LoRA layers where there are any.
             model_path: Folder that it came from.
             mount_layers: Decoder layers that read mounts; None takes the architecture's own.
+            head_dtype: Of the logits: `float32`, at least, or `model`.
             adapter: The PEFT model around it; None trains all weights.
         """
         config = model.config.get_text_config()
@@ -74,6 +79,7 @@ class Policy:
         self.mount_layers = (
             mount_layers if mount_layers is not None else default_mount_layers(config)
         )
+        self._head_dtype = _head_dtype(head_dtype, model.dtype)
         self._model = model
         self._adapter = adapter
         self._model_path = Path(model_path)
@@ -91,6 +97,7 @@ class Policy:
         device: str = "cpu",
         adapter_path: str | Path | None = None,
         mount_layers: tuple[int, ...] | None = None,
+        head_dtype: str = "float32",
         activation_checkpointing: bool = False,
         activation_tile_tokens: int = 16_384,
         mesh: DeviceMesh | None = None,
@@ -104,13 +111,14 @@ class Policy:
             device: Where it computes.
             adapter_path: A stored adapter to go on with.
             mount_layers: Decoder layers that read mounts; None takes the architecture's own.
+            head_dtype: Of the logits: `float32`, at least, or `model`.
             activation_checkpointing: Keep one activation per layer and compute the rest again.
             activation_tile_tokens: With it, rows of a dense feed-forward part in memory at once.
             mesh: Ranks that the base weights are divided among; None keeps all of them here.
 
         Raises:
-            ConfigError: No model in the folder, or an unknown dtype, device, architecture or LoRA
-                target.
+            ConfigError: No model in the folder, or an unknown dtype, head dtype, device,
+                architecture or LoRA target.
             AdapterError: The stored adapter does not fit.
         """
         if dtype not in _DTYPES:
@@ -122,6 +130,7 @@ class Policy:
             lora=lora,
             adapter_path=adapter_path,
             mount_layers=mount_layers,
+            head_dtype=head_dtype,
             activation_checkpointing=activation_checkpointing,
             activation_tile_tokens=activation_tile_tokens,
         )
@@ -138,6 +147,7 @@ class Policy:
         lora: LoraOptions | None,
         adapter_path: str | Path | None = None,
         mount_layers: tuple[int, ...] | None = None,
+        head_dtype: str = "float32",
         activation_checkpointing: bool = False,
         activation_tile_tokens: int = 16_384,
     ) -> Policy:
@@ -159,7 +169,13 @@ class Policy:
             multiply_in_model_type(adapter)
         # Hugging Face checkpoints in training mode only; no layer here drops anything out.
         model.train(activation_checkpointing)
-        return cls(model, model_path=model_path, mount_layers=mount_layers, adapter=adapter)
+        return cls(
+            model,
+            model_path=model_path,
+            mount_layers=mount_layers,
+            head_dtype=head_dtype,
+            adapter=adapter,
+        )
 
     def shard(self, mesh: DeviceMesh, device: str) -> None:
         """Divide the base weights among the ranks of `mesh`; each of them calls it.
@@ -254,12 +270,18 @@ class Policy:
             self._model.get_output_embeddings().weight,
             strip.action_target[actions],
             self._logit_scale / temperature,
+            head_dtype=self._head_dtype,
         )
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of `token_ids[1:]` in a cold run of the tokens alone: the probe."""
         return tuple(self.logprobs(flat_episode(token_ids)).policy_logprobs.tolist())
+
+    @property
+    def head_dtype(self) -> str:
+        """Type of the logits, which the rollout's must have too."""
+        return str(self._head_dtype).removeprefix("torch.")
 
     @property
     def vocab_size(self) -> int:
@@ -325,6 +347,12 @@ class Policy:
                 "the policy trains all weights", remedy="give lora options to Policy.load"
             )
         return self._adapter
+
+
+def _head_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    if name not in HEAD_DTYPES:
+        raise ConfigError("unknown head_dtype", value=name, limit=", ".join(HEAD_DTYPES))
+    return model_dtype if name == "model" else torch.promote_types(model_dtype, torch.float32)
 
 
 def _load_model(folder: Path, dtype: str, device: str) -> Any:

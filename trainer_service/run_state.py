@@ -175,6 +175,7 @@ def load_policy(config: TrainerConfig, adapter: Path | None, ranks: Ranks | None
         device=config.model.device,
         adapter_path=adapter,
         mount_layers=config.model.mount_layers,
+        head_dtype=config.model.head_dtype,
         activation_checkpointing=config.model.activation_checkpointing,
         activation_tile_tokens=config.model.activation_tile_tokens,
         mesh=mesh,

@@ -81,11 +81,12 @@ def train_step(
         cost: What a token costs the model, to balance them; None counts tokens.
 
     Raises:
-        ConfigError: An episode was sampled from another base model.
+        ConfigError: An episode was sampled from another base model, or with other logits.
         EngineError: Another rank ended, or steps otherwise.
     """
     ranks = ranks or Ranks()
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
+    check_head(batch.episodes, policy.head_dtype)
     begin = time.monotonic()
     shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
     stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
@@ -150,6 +151,24 @@ def check_model(episodes: Sequence[Scored], model_hash: str, vocab_size: int) ->
                 value=largest,
                 limit=f"below {vocab_size}",
                 remedy="tokenize the records with the model's own tokenizer",
+            )
+
+
+def check_head(episodes: Sequence[Scored], head_dtype: str) -> None:
+    """Refuse episodes whose logits were rounded to another type; records that name none pass.
+
+    Raises:
+        ConfigError: With both types.
+    """
+    for episode in episodes:
+        found = episode.record.head_dtype
+        if found and found != head_dtype:
+            raise ConfigError(
+                f"episode {episode.record.episode_id} was sampled from logits of another type",
+                value=f"{found} on replica {episode.record.replica_id}",
+                limit=f"{head_dtype}, which the trainer computes",
+                remedy="set the same model.head_dtype on rollout and trainer",
+                episode_id=episode.record.episode_id,
             )
 
 

@@ -24,6 +24,8 @@ class EngineInfo:
     """Decoder layers whose attention reads mounted spans."""
     page_tokens: int
     """Tokens per KV page."""
+    head_dtype: str = ""
+    """Type of the logits, as float32; empty where none are computed."""
     cursor_tokens: float = 0.0
     """Tokens whose room a resident cursor takes beside its own: its recurrent state, and what is
     left of its last page."""

@@ -16,7 +16,7 @@ from harness_sdk.errors import ConfigError, EngineError, ResourceExhausted, Unav
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor
 from rollout_service.engine.transformers import TransformersEngine
-from rollout_service.engine.transformers.model import model_hash
+from rollout_service.engine.transformers.model import StripModel, model_hash
 from tests.engine_cases import Play, save_adapter, sharp_model, span
 from tests.reference import Reference
 from tests.tiny_models import save_tiny_model
@@ -305,3 +305,22 @@ async def test_folder_that_holds_no_whole_model_is_refused_by_name(
     (folder / damage).write_text("{}")
     with pytest.raises(ConfigError, match=f"cannot be loaded on cpu; got {folder}"):
         await TransformersEngine(str(folder)).start()
+
+
+@pytest.mark.parametrize("head_dtype", ["float32", "model"])
+async def test_logits_of_a_bfloat16_model_are_float32_unless_told_otherwise(
+    model_folder: Callable[[str], Path], head_dtype: str
+) -> None:
+    folder = str(model_folder("granitemoehybrid"))
+    model = StripModel(
+        folder, device="cpu", dtype="bfloat16", head_dtype=head_dtype, mount_layers=None
+    )
+    head = model.module.get_output_embeddings()
+    hidden = torch.randn(5, head.weight.shape[1]).bfloat16()
+    exact = hidden.double() @ head.weight.double().t() / model.config.logits_scaling
+    error = float((model.logits(hidden).double() - exact).norm() / exact.norm())
+    assert (error < 1e-5) is (head_dtype == "float32")
+    engine = TransformersEngine(folder, dtype="bfloat16", head_dtype=head_dtype)
+    await engine.start()
+    assert engine.info.head_dtype == ("float32" if head_dtype == "float32" else "bfloat16")
+    await engine.close()

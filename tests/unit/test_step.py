@@ -32,6 +32,7 @@ from trainer_service.run_state import probe_tokens
 from trainer_service.share import split_episodes
 from trainer_service.step import train_step
 from trainer_service.strip import Strip
+from tree_kernels.logprob import action_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +357,51 @@ def test_episodes_of_another_model_are_refused_with_both_hashes(model: Path) -> 
     )
     with pytest.raises(ConfigError, match=rf"episode b .*feed.*{policy.model_hash}"):
         train_step(policy, optimizer, Batch(groups=groups), config, version=0)
+
+
+def test_episodes_of_another_head_dtype_are_refused_with_both_types(model: Path) -> None:
+    config = _config(model, "sft")
+    policy = Policy.load(model, lora=LoraOptions(rank=2), dtype="bfloat16", head_dtype="model")
+    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    records = [
+        replace(small_record("a"), head_dtype="bfloat16"),
+        replace(small_record("b"), head_dtype="float32"),
+    ]
+    groups = tuple(
+        Group(group_id="", episodes=(Scored.of(record.episode_id, record),)) for record in records
+    )
+    with pytest.raises(ConfigError, match=r"episode b .* float32 on replica .* bfloat16, which"):
+        train_step(policy, optimizer, Batch(groups=groups), config, version=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dtype", "resolved"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "model", "bfloat16"),
+        ("float32", "model", "float32"),
+        ("float64", "float32", "float64"),
+    ],
+)
+def test_head_is_float32_at_least_or_the_model_s(
+    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, head_dtype: str, resolved: str
+) -> None:
+    used = []
+
+    def spied(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        used.append(options["head_dtype"])
+        return action_logprobs(*args, **options)
+
+    monkeypatch.setattr("trainer_service.policy.action_logprobs", spied)
+    policy = Policy.load(model, lora=None, dtype=dtype, head_dtype=head_dtype)
+    policy.token_logprobs((1, 2, 3))
+    assert policy.head_dtype == resolved
+    assert used == [getattr(torch, resolved)]
+
+
+def test_unknown_head_dtype_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown head_dtype; got half; allowed: float32, model"):
+        Policy.load(model, lora=None, head_dtype="half")
 
 
 def test_episodes_of_another_vocabulary_are_refused(model: Path) -> None:

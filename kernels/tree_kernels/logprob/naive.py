@@ -29,11 +29,15 @@ class RowStatistics:
     entropy: torch.Tensor
     """Nats, `[n]`."""
     grad: torch.Tensor | None
-    """Derivative of the loss by the unscaled logits, `[n, V]` in their type; None unless asked."""
+    """Derivative of the loss by the unscaled logits, `[n, V]`; None unless asked."""
 
 
 def naive_row_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, grads: RowGrads | None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    grads: RowGrads | None,
+    grad_dtype: torch.dtype,
 ) -> RowStatistics:
     """Of `scale * logits`; see `op.action_logprobs`.
 
@@ -42,6 +46,7 @@ def naive_row_statistics(
         targets: `[n]` int64.
         scale: `[n]`.
         grads: The loss's; None asks for no gradient.
+        grad_dtype: Of the gradient.
     """
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     every = (logits.to(wide) * scale[:, None].to(wide)).log_softmax(1)
@@ -54,4 +59,4 @@ def naive_row_statistics(
     # d log p[target] = onehot - p;  d H = -p (log p + H).
     grad = p.mul_(-(by_logprob + by_entropy * (every + entropy[:, None])))
     grad = grad.scatter_add_(1, targets[:, None], by_logprob) * scale[:, None].to(wide)
-    return RowStatistics(logprob=logprob, entropy=entropy, grad=grad.to(logits.dtype))
+    return RowStatistics(logprob=logprob, entropy=entropy, grad=grad.to(grad_dtype))

@@ -23,13 +23,15 @@ def logprob_kernel(
     entropy,
     grad_logprob,
     grad_entropy,
+    grad,
     V,
     BLOCK_V: tl.constexpr,
     WITH_GRAD: tl.constexpr,
 ):
-    """Log-probability and entropy of a row; with a gradient, it takes the logits' place."""
+    """Log-probability and entropy of a row; `grad` may be the logits' own place."""
     row = tl.program_id(0)
     own = logits + row.to(tl.int64) * V
+    own_grad = grad + row.to(tl.int64) * V
     factor = tl.load(scale + row).to(tl.float32)
     target = tl.load(targets + row)
     offset = tl.arange(0, BLOCK_V)
@@ -61,18 +63,24 @@ def logprob_kernel(
             logp = z - top - log_total
             slope = -tl.exp(logp) * (by_logprob + by_entropy * (logp + row_entropy))
             slope = tl.where(begin + offset == target, slope + by_logprob, slope) * factor
-            tl.store(own + begin + offset, slope.to(logits.dtype.element_ty), mask=mask)
+            tl.store(own_grad + begin + offset, slope.to(grad.dtype.element_ty), mask=mask)
 
 
 def row_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, grads: RowGrads | None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    grads: RowGrads | None,
+    grad_dtype: torch.dtype,
 ) -> RowStatistics:
-    """As `naive_row_statistics`, in float32; with `grads` the logits are overwritten."""
+    """As `naive_row_statistics`, in float32; a gradient of the logits' type takes their place."""
     rows, vocab = logits.shape
     logprob, entropy = (
         torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2)
     )
     given = grads or RowGrads(logprob=logprob, entropy=entropy)
+    in_place = grads is None or grad_dtype == logits.dtype
+    grad = logits if in_place else torch.empty_like(logits, dtype=grad_dtype)
     if rows:
         logprob_kernel[(rows,)](
             logits,
@@ -82,9 +90,10 @@ def row_statistics(
             entropy,
             given.logprob.contiguous(),
             given.entropy.contiguous(),
+            grad,
             vocab,
             BLOCK_V=min(_BLOCK_V, triton.next_power_of_2(vocab)),
             WITH_GRAD=grads is not None,
             num_warps=_NUM_WARPS,
         )
-    return RowStatistics(logprob=logprob, entropy=entropy, grad=None if grads is None else logits)
+    return RowStatistics(logprob=logprob, entropy=entropy, grad=None if grads is None else grad)

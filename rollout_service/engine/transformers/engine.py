@@ -48,6 +48,7 @@ class TransformersEngine:
         *,
         device: str = "cpu",
         dtype: str = "float32",
+        head_dtype: str = "float32",
         max_tokens: int = 1 << 18,
         mount_layers: tuple[int, ...] | None = None,
         max_num_seqs: int = 256,
@@ -59,6 +60,7 @@ class TransformersEngine:
             model_path: Hugging Face folder.
             device: Torch device.
             dtype: Of weights and K/V: float32, bfloat16 or float64.
+            head_dtype: Of the logits: float32, at least, or model.
             max_tokens: Tokens whose K/V may be resident. A running request holds a working copy
                 of its context beside them.
             mount_layers: Decoder layers that read mounts; None takes all attention layers of a
@@ -69,6 +71,7 @@ class TransformersEngine:
         self._model_path = model_path
         self._device = device
         self._dtype = dtype
+        self._head_dtype = head_dtype
         self._mount_layers = mount_layers
         self._max_num_seqs = max_num_seqs
         self._detokenize = detokenize
@@ -346,6 +349,7 @@ class TransformersEngine:
             self._model_path,
             device=self._device,
             dtype=self._dtype,
+            head_dtype=self._head_dtype,
             mount_layers=self._mount_layers,
         )
         self._adapters = AdapterSlots(self._model.module, self._model.device)
@@ -366,6 +370,7 @@ class TransformersEngine:
             max_positions=int(self._model.config.max_position_embeddings),
             mount_layers=self._model.mount_layers,
             page_tokens=PAGE_TOKENS,
+            head_dtype=str(self._model.head_dtype).removeprefix("torch."),
         )
 
     def _work(self) -> None:

@@ -32,7 +32,13 @@ class StripModel:
     """The model, its layers by kind, and one forward pass over many runs."""
 
     def __init__(
-        self, path: str, *, device: str, dtype: str, mount_layers: tuple[int, ...] | None
+        self,
+        path: str,
+        *,
+        device: str,
+        dtype: str,
+        head_dtype: str,
+        mount_layers: tuple[int, ...] | None,
     ) -> None:
         """Load the model from a Hugging Face folder.
 
@@ -41,6 +47,7 @@ class StripModel:
             device: Torch device.
             dtype: Of weights and K/V: float32, bfloat16, float64. Recurrent states are float32
                 for bfloat16, float64 for float32 on the CPU.
+            head_dtype: Of the logits: float32, at least, or model.
             mount_layers: Decoder layers whose attention reads mounted spans; None takes all
                 attention layers of a hybrid, a middle quarter otherwise (design.md section 4).
 
@@ -50,6 +57,8 @@ class StripModel:
         """
         self.device = torch.device(device)
         self.dtype = _dtype(dtype)
+        is_wide = head_dtype == "float32"
+        self.head_dtype = torch.promote_types(self.dtype, torch.float32) if is_wide else self.dtype
         self._min_rows = min_rows(self.dtype, self.device)
         self.module: Any = _load_model(path, self.dtype, self.device).requires_grad_(False)
         self.module.set_attn_implementation(_ATTENTION)
@@ -157,8 +166,20 @@ class StripModel:
         """Logits of final hidden states: `[N, hidden]` -> `[N, V]`, at least float32."""
         missing = self._min_rows - hidden.shape[0]
         filled = F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
-        logits = self._head(filled)[: hidden.shape[0]] / self._logits_scaling
+        logits = self._headed(filled)[: hidden.shape[0]] / self._logits_scaling
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _headed(self, hidden: Tensor) -> Tensor:
+        """Hidden states times the output embedding, in `head_dtype`."""
+        if self.head_dtype == hidden.dtype:
+            return self._head(hidden)
+        weight, bias = self._head.weight, self._head.bias
+        if self.device.type == "cuda":
+            # Writes its float32 sums out: no wide copy of the weight.
+            logits = torch.mm(hidden, weight.t(), out_dtype=self.head_dtype)
+        else:
+            logits = hidden.to(self.head_dtype) @ weight.to(self.head_dtype).t()
+        return logits if bias is None else logits + bias
 
 
 def model_hash(path: str) -> str:

@@ -70,6 +70,11 @@ class CoreClient:
         self._numbers = itertools.count(1)
         self.use = PoolUse()
 
+    @property
+    def head_dtype(self) -> str:
+        """Type of the logits, as vLLM resolved what it was asked for."""
+        return str(self._llm.model_config.head_dtype).removeprefix("torch.")
+
     def on_step(self, kv_use: float) -> None:
         """Each step's pool use, from vLLM's statistics."""
         self.use.free = round(self.use.total * (1 - kv_use))

@@ -40,6 +40,7 @@ class VllmEngine:
         *,
         device: str = "cpu",
         dtype: str = "float32",
+        head_dtype: str = "float32",
         max_tokens: int | None = None,
         max_states: int | None = None,
         page_tokens: int | None = None,
@@ -60,6 +61,7 @@ class VllmEngine:
             model_path: Hugging Face folder.
             device: cpu or cuda.
             dtype: Of weights and K/V: float32, bfloat16.
+            head_dtype: Of the logits: float32, or model.
             max_tokens: Tokens whose K/V may be resident, in whole pages, recurrent states beside
                 them; None takes what memory allows.
             max_states: Recurrent states that may be resident beside them, running ones included.
@@ -80,6 +82,7 @@ class VllmEngine:
             model_path=model_path,
             device=device,
             dtype=dtype,
+            head_dtype=head_dtype,
             max_tokens=max_tokens,
             max_states=max_states or _STATES_PER_SEQUENCE * max_num_seqs,
             page_tokens=page_tokens,

@@ -90,6 +90,7 @@ def launch(
     *,
     device: str,
     dtype: str,
+    head_dtype: str,
     pool: Pool,
     mount_layers: Sequence[int],
     max_positions: int,
@@ -109,6 +110,7 @@ def launch(
         model_path: Hugging Face folder.
         device: cpu or cuda.
         dtype: Of weights and K/V.
+        head_dtype: Of the logits: float32, or model.
         pool: How much stays resident.
         mount_layers: Decoder layers that read mounts.
         max_positions: Longest context of the model.
@@ -135,6 +137,7 @@ def launch(
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
+        "hf_overrides": {"head_dtype": head_dtype},
         # Only constraints need one: text is the service's affair.
         "skip_tokenizer_init": not has_tokenizer(model_path),
         "structured_outputs_config": {"backend": "xgrammar"},

@@ -28,6 +28,7 @@ class EngineOptions:
     model_path: str
     device: str
     dtype: str
+    head_dtype: str
     max_tokens: int | None
     max_states: int
     page_tokens: int | None
@@ -93,6 +94,7 @@ async def launched_llm(
         options.model_path,
         device=options.device,
         dtype=options.dtype,
+        head_dtype=options.head_dtype,
         pool=options.pool(facts),
         mount_layers=facts.mount_layers(options.mount_layers),
         max_positions=facts.max_positions,
@@ -144,5 +146,6 @@ def engine_info(options: EngineOptions, facts: ModelFacts, builder: FootingBuild
         max_positions=facts.max_positions,
         mount_layers=facts.mount_layers(options.mount_layers),
         page_tokens=use.page_rows,
+        head_dtype=builder.client.head_dtype,
         cursor_tokens=use.page_rows * (0.5 + facts.num_state_groups / use.blocks_per_page),
     )
