@@ -5,25 +5,47 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 Row = dict[str, Any]
 
-TOKENS = ("generated_tokens", 1000, "thousand generated tokens")
-SECONDS = ("seconds", 1, "seconds since the warm-up")
-"""Field of a row, what it is divided by, and its name."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One comparison: a line for each run of its variants."""
+
+    title: str
+    variants: tuple[str, ...]
+    field: str = "generated_tokens"
+    """What runs to the right."""
+    unit: float = 1000.0
+    """What it is divided by."""
+    label: str = "thousand generated tokens"
+    height: str = "reward"
+    """What goes up, from 0 to 1."""
+
+
+PRIMITIVES = ("octopus", "no_mounts", "no_rewind", "no_fork", "single")
+ENDINGS = ("prompt", "strict", "fallback")
 PANELS = (
-    ("primitives", ("octopus", "no_mounts", "no_rewind", "no_fork", "single"), TOKENS),
-    ("what is trained on", ("octopus", "longest_path"), TOKENS),
-    ("roots that reply without a call", ("prompt", "strict", "fallback"), TOKENS),
-    ("generation and training", ("octopus", "asynchronous"), SECONDS),
+    Panel(title="reward: primitives", variants=PRIMITIVES),
+    Panel(title="reward: what is trained on", variants=("octopus", "longest_path")),
+    Panel(
+        title="reward: generation and training",
+        variants=("octopus", "asynchronous"),
+        field="seconds",
+        unit=1.0,
+        label="seconds since the warm-up",
+    ),
+    Panel(title="reward: roots that reply without a call", variants=ENDINGS),
+    Panel(title="roots that fork", variants=ENDINGS, height="forked"),
+    Panel(title="roots that reply without a call", variants=ENDINGS, height="plain_reply"),
 )
-"""Title of each panel, the variants in it, and what runs to the right."""
 
 REWARDS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """How far a race goes."""
@@ -52,7 +74,7 @@ def write_report(sources: Iterable[Path], out: Path, *, hardware: str) -> None:
     out.with_name(f"{out.stem}_detail.json").write_text(
         json.dumps(detail, indent=1) + "\n", "utf-8"
     )
-    sys.stdout.write(f"{table(steps)}\n{race(steps)}")
+    sys.stdout.write("\n".join((table(steps), equal_tokens(steps), race(steps))))
     draw(points, out.with_suffix(".svg"))
 
 
@@ -75,6 +97,27 @@ def table(rows: Sequence[Row]) -> str:
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def equal_tokens(rows: Sequence[Row]) -> str:
+    """Markdown: reward of each variant once it had generated what the shortest of all runs did.
+
+    Means of the five steps before, over the variant's seeds and of each.
+    """
+    by_run = runs(rows)
+    tokens = min(run[-1]["generated_tokens"] for run in by_run.values())
+    lines = [f"| variant | reward at {tokens:,} tokens | of seeds |", "|---|---|---|"]
+    for variant in dict.fromkeys(name for name, _ in by_run):
+        found = [reward_at(run, tokens) for (name, _), run in by_run.items() if name == variant]
+        seeds = ", ".join(f"{reward:.3f}" for reward in found)
+        lines.append(f"| {variant} | {fmean(found):.3f} | {seeds} |")
+    return "\n".join(lines) + "\n"
+
+
+def reward_at(run: Sequence[Row], tokens: int) -> float:
+    """Mean of the last five steps that end within `tokens`; of the first step where none does."""
+    within = [row["reward"] for row in run if row["generated_tokens"] <= tokens]
+    return fmean(within[-_WINDOW:] or [run[0]["reward"]])
 
 
 def race(rows: Sequence[Row]) -> str:
@@ -120,28 +163,37 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     by_run = runs(rows)
     names = {variant for variant, _ in by_run}
-    panels = [panel for panel in PANELS if len(names.intersection(panel[1])) > 1]
+    panels = [panel for panel in PANELS if len(names.intersection(panel.variants)) > 1]
     if not panels:
         return
-    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, variants, (field, unit, label)) in zip(grid, panels, strict=True):
-        for number, variant in enumerate(variants):
-            curves = [run for (name, _), run in sorted(by_run.items()) if name == variant]
-            for place, run in enumerate(curves):
-                axes.plot(
-                    [row[field] / unit for row in run],
-                    [row["reward"] for row in run],
-                    color=f"C{number}",
-                    linewidth=1.2,
-                    label=variant if place == 0 else None,
-                )
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel(label)
-        axes.set_ylim(0, 1)
-        axes.legend(fontsize=8)
+    columns = min(len(panels), 3)
+    size = (4.5 * columns, 3.6 * -(-len(panels) // columns))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
+    for axes, panel in zip_longest(grid, panels):
+        if panel is None:
+            axes.set_axis_off()
+        else:
+            _draw_panel(axes, panel, by_run)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning"}):
         FigureCanvasSVG(figure).print_svg(str(path), metadata={"Date": None})
+
+
+def _draw_panel(axes: Any, panel: Panel, by_run: Mapping[tuple[str, int], list[Row]]) -> None:
+    for number, variant in enumerate(panel.variants):
+        curves = [run for (name, _), run in sorted(by_run.items()) if name == variant]
+        for place, run in enumerate(curves):
+            axes.plot(
+                [row[panel.field] / panel.unit for row in run],
+                [row[panel.height] for row in run],
+                color=f"C{number}",
+                linewidth=1.2,
+                label=variant if place == 0 else None,
+            )
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.label)
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=8)
 
 
 def _points(run: Sequence[Row]) -> Iterator[Row]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.learning.longest_path import path_weights
-from benchmarks.learning.report import race, write_report
+from benchmarks.learning.report import equal_tokens, race, write_report
 from benchmarks.learning.study import Plan, online_settings, warmup_settings
 from benchmarks.learning.teacher import Script, play
 from benchmarks.learning.variants import VARIANTS, Variant
@@ -174,4 +174,20 @@ def test_a_race_compares_when_the_mean_of_five_steps_first_had_a_reward() -> Non
     assert race(rows).splitlines()[2:] == [
         "| 1 | 0.5 | 84 | 56 | 1.50 |",
         "| 1 | 0.6 | 96 | 64 | 1.50 |",
+    ]
+
+
+def test_variants_are_compared_at_the_tokens_that_all_of_them_generated() -> None:
+    rows = [
+        {"variant": variant, "seed": seed, "step": step, "generated_tokens": pace * step}
+        | {"reward": step / 10}
+        for variant, seed, pace in (("octopus", 1, 200), ("octopus", 2, 100), ("single", 1, 100))
+        for step in range(1, 9)
+    ]
+    # 800 tokens are 4 steps of the first run and 8 of the others; five at most count.
+    assert equal_tokens(rows).splitlines() == [
+        "| variant | reward at 800 tokens | of seeds |",
+        "|---|---|---|",
+        "| octopus | 0.425 | 0.250, 0.600 |",
+        "| single | 0.600 | 0.600 |",
     ]
