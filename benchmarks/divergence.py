@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from examples.deep_search.corpus import shipped_corpus
+from examples.deep_search.corpus import shipped_passages
 from harness_sdk import OctopusClient, SamplingOptions
 from harness_sdk.cli.demo.task import draw_tasks
 from harness_sdk.cli.models import DEMO, resolve_model, rollout_for_model
@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--head-dtype", nargs="+", choices=("float32", "model"), default=["float32", "model"]
     )
-    parser.add_argument("--no-inductor", action="store_true", help="a GPU's engine starts sooner")
+    parser.add_argument("--vllm", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--episodes", type=int, default=8)
     parser.add_argument("--hardware", default="", help="what to say of the machine")
     return parser.parse_args()
@@ -114,8 +114,7 @@ async def _play(
     args: argparse.Namespace, head_dtype: str, folder: Path, scratch: Path
 ) -> list[EpisodeRecord]:
     """Records of all episodes."""
-    if args.no_inductor:
-        _start_without_inductor()
+    _give(args.vllm)
     settings = rollout_for_model(
         args.model,
         {
@@ -131,7 +130,7 @@ async def _play(
                 "name": "vllm",
                 "max_tokens": 65_536,
                 "max_num_seqs": 16,
-                "vllm": {"gpu_memory_fraction": 0.15},
+                "vllm": {"gpu_memory_fraction": 0.05},
             },
             "server": {"port": 0, "grace_s": 1.0},
             "limits": {"thread_budget": 3_072, "answer_reserve": 128},
@@ -158,14 +157,13 @@ async def _play(
             await asyncio.gather(serving, return_exceptions=True)
 
 
-def _start_without_inductor() -> None:
-    """Let vLLM capture graphs for decoding of what is not compiled."""
+def _give(arguments: dict[str, Any]) -> None:
+    """Hand vLLM engine arguments that the service has no setting for."""
     module: Any = importlib.import_module("rollout_service.engine.vllm")
     engine = module.VllmEngine
 
     def start(*args: Any, vllm_arguments: dict[str, Any], **options: Any) -> Any:
-        arguments = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-        return engine(*args, vllm_arguments=arguments | vllm_arguments, **options)
+        return engine(*args, vllm_arguments=vllm_arguments | arguments, **options)
 
     module.VllmEngine = start
 
@@ -201,7 +199,7 @@ def _relay_texts(index: int) -> Iterator[str]:
 
 def _passages(index: int) -> Iterator[str]:
     """Passages that no other episode reads."""
-    known = list(shipped_corpus().passages.values())
+    known = shipped_passages()
     first = index * (1 + len(_WORKERS) * _NUM_TEXTS)
     return (f"{passage.title}. {passage.text}" for passage in known[first:])
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from benchmarks.pretrain_demo.corpus import byte_tokenizer
 from benchmarks.pretrain_demo.forward import DagBatch
 from benchmarks.pretrain_demo.train import Limit, Trainer, save
-from examples.deep_search.corpus import Passage, shipped_corpus
+from examples.deep_search.corpus import Passage, shipped_passages
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    texts = [_chat(passage) for passage in shipped_corpus().passages.values()]
+    texts = [_chat(passage) for passage in shipped_passages()]
     tokenizer = byte_tokenizer(texts, _VOCABULARY)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / "learned.json"))

@@ -51,8 +51,13 @@ class Corpus:
 @functools.cache
 def shipped_corpus() -> Corpus:
     """The corpus beside this file; see data/ATTRIBUTION.md."""
+    return Corpus(shipped_passages())
+
+
+def shipped_passages() -> list[Passage]:
+    """The corpus's passages, without an index."""
     rows = _rows("passages.jsonl.gz")
-    return Corpus([Passage(passage_id=r["id"], title=r["title"], text=r["text"]) for r in rows])
+    return [Passage(passage_id=r["id"], title=r["title"], text=r["text"]) for r in rows]
 
 
 @functools.cache
