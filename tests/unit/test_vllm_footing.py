@@ -134,10 +134,11 @@ async def test_one_that_is_alone_waits_for_those_that_run() -> None:
     async with gate.entered(), gate.alone():
         waiting = asyncio.create_task(gate.another_end())
         await asyncio.sleep(0)
-        assert not waiting.done()
+        assert not waiting.done() and not gate.has_one
         running.set()
-        assert await waiting
-        assert not await gate.another_end()
+        await waiting
+        assert gate.has_one
+        await gate.another_end()
     await task
 
 
@@ -146,7 +147,8 @@ async def test_two_that_want_to_be_alone_do_not_wait_for_each_other() -> None:
 
     async def rebuild(name: str) -> None:
         async with gate.entered(), gate.alone():
-            assert not await gate.another_end()
+            await gate.another_end()
+            assert gate.has_one
             order.append(name)
 
     async with asyncio.timeout(5):

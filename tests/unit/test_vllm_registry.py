@@ -191,7 +191,8 @@ def test_release_waits_for_the_last_reader() -> None:
     plan = new_plan(1, 8)
     registry.pin(plan.reads())
     registry.release([1])
-    assert registry.evict([1]) == []
+    registry.evict([1])
+    assert not registry.evictions()["evicted"]
     assert not registry.make_room(1000)
     assert registry.missing(plan) == []
     registry.unpin(plan.reads())
@@ -206,9 +207,24 @@ def test_pressure_evicts_the_least_recently_used_and_reports_it() -> None:
     registry.pin([1])
     registry.unpin([1])
     assert registry.make_room(3)
-    assert registry.take_evicted() == [2]
-    assert registry.take_evicted() == []
+    assert registry.evictions() == {"evicted": [2], "num_evicted": 1}
     assert len(registry) == 1
+
+
+def test_evictions_are_told_until_they_are_confirmed() -> None:
+    registry, pool = new_registry()
+    for residency in (1, 2, 3):
+        run(registry, pool, new_plan(None, 0), residency, 2)
+    registry.evict([1, 2])
+    assert registry.evictions() == registry.evictions() == {"evicted": [1, 2], "num_evicted": 2}
+    registry.confirm(1)
+    registry.evict([3, 2])
+    assert registry.evictions() == {"evicted": [2, 3], "num_evicted": 3}
+    # Confirmations may come late.
+    registry.confirm(0)
+    assert registry.evictions()["evicted"] == [2, 3]
+    registry.confirm(3)
+    assert registry.evictions() == {"evicted": [], "num_evicted": 3}
 
 
 @pytest.mark.parametrize("num_mount_free", [0, 2])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import pytest
 import pytest_asyncio
 
 from harness_sdk.errors import ResourceExhausted
+from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Engine
 from tests.engine_cases import Play, span
@@ -259,3 +262,63 @@ async def test_a_turn_without_its_last_token_keeps_its_residency(
 
 async def _extend_unscored(play: Play, parent: Cursor, tokens: tuple[int, ...]) -> Cursor:
     return await play.engine.extend(parent, tokens, mounts=parent.mounts, policy_version=0)
+
+
+@pytest.mark.parametrize("tight", ["qwen3"], indirect=True)
+async def test_what_an_aborted_request_has_evicted_is_rebuilt(play: Play, oracle: Engine) -> None:
+    engine, page = play.engine, play.engine.info.page_tokens
+    chain = [await play.extend(None, 9)]
+    while len(chain) < 5:
+        chain.append(await play.extend(chain[-1], 2))
+    reader = [await play.extend(None, 3) for _ in range(6)][-1]
+    before = engine.stats()
+    stream = engine.generate(
+        reader,
+        (5, 6, 7),
+        SamplingOptions(max_tokens=NUM_PAGES * page),
+        stop_token_ids=frozenset(),
+        policy_version=0,
+    )
+    # Takes more pages than the pool has beside the chain, and is closed before it tells.
+    async with aclosing(cast("AsyncGenerator[object]", stream)) as tokens:
+        for _ in range(7 * page):
+            await anext(tokens)
+    await check_against(oracle, await play.extend(chain[-1], 3))
+    recomputed = engine.stats().tokens_recomputed["eviction"]
+    assert recomputed - before.tokens_recomputed["eviction"] == chain[-1].num_visible - 1
+
+
+@pytest.mark.parametrize("tight", ["qwen3"], indirect=True)
+async def test_what_does_not_fit_at_a_time_is_refused_and_what_does_is_not(
+    play: Play, oracle: Engine
+) -> None:
+    engine, page = play.engine, play.engine.info.page_tokens
+    far = await play.extend(None, 4 * page)
+    source = await play.extend(await play.extend(None, 5), 4, span(far))
+    reader = await play.extend(None, 5 * page)
+    everything = [far, source, *source.ancestors(), reader]
+    await engine.evict(everything)
+    # Nothing but what it keeps for itself is in its way.
+    large = await play.extend(None, 8 * page)
+    async with asyncio.timeout(60):
+        await check_against(oracle, await play.extend(reader, 3, span(source, 1, 3)))
+    await engine.evict([*everything, large])
+    larger = await play.extend(reader, 4 * page)
+    await engine.evict([*everything, larger])
+    async with asyncio.timeout(60):
+        with pytest.raises(ResourceExhausted):
+            await play.extend(larger, 3, span(source, 1, 3))
+    await check_against(oracle, await play.extend(larger, 3))
+
+
+@pytest.mark.parametrize("tight", ["qwen3"], indirect=True)
+async def test_eviction_waits_for_who_rebuilds_alone(play: Play) -> None:
+    builder = play.engine._newest()  # type: ignore[attr-defined]
+    root = await play.extend(None, 9)
+    resident = play.engine.stats().resident_cursors
+    async with builder._gate.entered(), builder._gate.alone():
+        evicting = asyncio.create_task(play.engine.evict([root]))
+        await asyncio.sleep(0.05)
+        assert not evicting.done() and play.engine.stats().resident_cursors == resident
+    await evicting
+    assert play.engine.stats().resident_cursors == resident - 1

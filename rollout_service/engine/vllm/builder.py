@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import TypeVar
 
 from rollout_service.cursors import Cursor
@@ -15,12 +14,11 @@ from rollout_service.engine.vllm.footing import Footing, new_mounts
 from rollout_service.engine.vllm.footing_runs import ONE_TOKEN, FootingRuns, Start
 from rollout_service.engine.vllm.pins import Pins
 from rollout_service.engine.vllm.plan import AttachPlan
+from rollout_service.engine.vllm.retries import Retries
 from rollout_service.engine.vllm.room import NotReady
 from rollout_service.engine.vllm.turn import Turn
 
 _T = TypeVar("_T")
-_MAX_ALONE = 3
-"""Attempts of a request that runs alone: what one lacks then is room, not luck."""
 
 
 class FootingBuilder(FootingRuns):
@@ -56,31 +54,27 @@ class FootingBuilder(FootingRuns):
         Closed early, nothing is.
         """
         num_before = len(turn.token_ids)
-        async with self._gate.entered(), AsyncExitStack() as alone:
-            for attempt in itertools.count(1):
+        async with self._gate.entered(), self._retries() as retries:
+            while True:
                 try:
                     async with (
                         self._pins() as pins,
                         aclosing(self._turn(version, turn, pins)) as tokens,
                     ):
                         async for token in tokens:
-                            # It runs, so others may begin.
-                            await alone.aclose()
+                            await retries.begun()
                             yield token
                     return
                 except NotReady as cause:
                     if len(turn.token_ids) > num_before:
                         raise cause.as_error() from cause
-                    self.store.forget(cause.residencies)
-                    if attempt == 1:
-                        await alone.enter_async_context(self._gate.alone())
-                    else:
-                        await self._wait_for_room(cause, attempt)
+                    await retries.after(cause)
 
     async def evict(self, cursors: Sequence[Cursor]) -> None:
         """Drop the residencies of `cursors` that no running request reads."""
-        residencies = self.store.residencies_of(cursors)
-        self.store.forget(await self.client.command("evict", residencies))
+        # Not what somebody who rebuilds alone has just made and not begun to read.
+        await self._gate.opened()
+        await self.client.command("evict", self.store.residencies_of(cursors))
 
     async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
         """Keep for `shorter` what is held of `turn`; see `Engine.hand_over`."""
@@ -191,20 +185,12 @@ class FootingBuilder(FootingRuns):
 
     async def _rebuilt(self, run: Callable[[], Awaitable[_T]]) -> _T:
         """Run it; where what it reads was evicted meanwhile, again with nobody else beginning."""
-        try:
-            return await run()
-        except NotReady as cause:
-            self.store.forget(cause.residencies)
-        async with self._gate.alone():
-            for attempt in itertools.count(1):
+        async with self._retries() as retries:
+            while True:
                 try:
                     return await run()
                 except NotReady as cause:
-                    self.store.forget(cause.residencies)
-                    await self._wait_for_room(cause, attempt)
-        raise AssertionError
+                    await retries.after(cause)
 
-    async def _wait_for_room(self, cause: NotReady, attempt: int) -> None:
-        """Wait for a running request's end, and give up where none runs."""
-        if not await self._gate.another_end() and attempt >= _MAX_ALONE:
-            raise cause.as_error() from cause
+    def _retries(self) -> Retries:
+        return Retries(self._gate, self.store.forget)

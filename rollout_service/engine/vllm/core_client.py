@@ -61,12 +61,14 @@ class CoreClient:
     def __init__(
         self, llm: Any, process: EngineProcess, on_evicted: Callable[[Iterable[int]], None]
     ) -> None:
-        """Speak to `llm`; `on_evicted` hears of residencies that pressure took."""
+        """Speak to `llm`; `on_evicted` hears of evicted residencies, of some more than once."""
         self._llm = llm
         self._process = process
         # Looked up when the engine was launched; vLLM reads its environment when imported.
         self._seams: Any = importlib.import_module("rollout_service.engine.vllm.seams")
         self._on_evicted = on_evicted
+        self._num_evicted = 0
+        """Evictions heard of."""
         self._numbers = itertools.count(1)
         self.use = PoolUse()
 
@@ -165,7 +167,9 @@ class CoreClient:
         """
         try:
             report = await self._process.answer(
-                self._llm.engine_core.call_utility_async(_COMMAND, operation, list(residencies))
+                self._llm.engine_core.call_utility_async(
+                    _COMMAND, operation, list(residencies), self._num_evicted
+                )
             )
         except Exception as error:
             if operation in _GIVING_BACK and self._process.has_ended:
@@ -244,8 +248,8 @@ class CoreClient:
         if report is None:
             return
         self.use.take(report)
-        if report["evicted"]:
-            self._on_evicted(report["evicted"])
+        self._on_evicted(report["evicted"])
+        self._num_evicted = max(self._num_evicted, report["num_evicted"])
 
 
 def _output(raw: Any) -> Output:

@@ -88,6 +88,7 @@ class FootingRuns:
         async with self._pins() as pins:
             if complete:
                 footing = await self._footing(version, cursor, complete=False)
+                await pins.add(footing.reads())
                 start = Start(footing, (), cursor.next_position - 1)
                 prompt = cursor.token_ids[-1:]
             else:
@@ -181,4 +182,4 @@ class FootingRuns:
 
     def _pins(self) -> Pins:
         """Pins for a run; needed only while somebody is alone because of evictions."""
-        return Pins(self.client, is_active=self._gate.is_closed)
+        return Pins(self.client, lambda: self._gate.is_closed)

@@ -33,6 +33,11 @@ class RebuildGate:
         """Whether somebody is alone."""
         return self._alone.locked()
 
+    @property
+    def has_one(self) -> bool:
+        """Whether a single request is active."""
+        return self._num_active == 1
+
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
         """Be active; waits while somebody is alone."""
@@ -57,13 +62,16 @@ class RebuildGate:
         finally:
             self._alone.release()
 
-    async def another_end(self) -> bool:
-        """Wait for another active request's end; False where there is none."""
-        if self._num_active <= 1:
-            return False
-        self._ended.clear()
-        await self._ended.wait()
-        return True
+    async def opened(self) -> None:
+        """Wait until nobody is alone."""
+        async with self._alone:
+            pass
+
+    async def another_end(self) -> None:
+        """Wait for the end of one of the other active requests, where there are any."""
+        if not self.has_one:
+            self._ended.clear()
+            await self._ended.wait()
 
     def _leave(self) -> None:
         self._num_active -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rollout_service.engine.vllm.core_client import CoreClient
 from rollout_service.engine.vllm.room import ResidencyMissing
@@ -12,8 +12,8 @@ from rollout_service.engine.vllm.room import ResidencyMissing
 class Pins:
     """Pins of one run, taken back when the context is left."""
 
-    def __init__(self, client: CoreClient, *, is_active: bool) -> None:
-        """Pin through `client`, or nothing where it is not needed."""
+    def __init__(self, client: CoreClient, is_active: Callable[[], bool]) -> None:
+        """Pin through `client`, and nothing while it is not needed."""
         self._client = client
         self._is_active = is_active
         self._pinned: list[int] = []
@@ -34,7 +34,7 @@ class Pins:
         Raises:
             ResidencyMissing: One of them is gone; none was pinned.
         """
-        if self._is_active:
+        if self._is_active():
             # Finished even where the caller is cancelled: a pin that nobody knows of never goes.
             self._task = asyncio.create_task(self._add(sorted(residencies)))
             await asyncio.shield(self._task)

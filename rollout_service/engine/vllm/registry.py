@@ -23,6 +23,8 @@ class CursorRegistry:
         self._pool = pool
         self._held: OrderedDict[int, Residency] = OrderedDict()
         self._evicted: list[int] = []
+        self._num_heard = 0
+        """Evictions before those, of which the host has confirmed to know."""
         self.copies = Copies()
 
     def __len__(self) -> int:
@@ -85,12 +87,11 @@ class CursorRegistry:
             else:
                 self._drop(residency_id)
 
-    def evict(self, residency_ids: Iterable[int]) -> list[int]:
-        """Drop the residencies that no request reads; returns which went."""
-        gone = [r for r in residency_ids if r in self._held and not self._held[r].num_pins]
-        for residency_id in gone:
-            self._drop(residency_id)
-        return gone
+    def evict(self, residency_ids: Iterable[int]) -> None:
+        """Drop the residencies that no request reads."""
+        for residency_id in residency_ids:
+            if residency_id in self._held and not self._held[residency_id].num_pins:
+                self._evict(residency_id)
 
     def make_room(self, num_blocks: int) -> bool:
         """Evict by least recent use until `num_blocks` are free; False where that cannot be."""
@@ -98,8 +99,7 @@ class CursorRegistry:
             oldest = next((r for r, held in self._held.items() if not held.num_pins), None)
             if oldest is None:
                 return False
-            self._evicted.append(oldest)
-            self._drop(oldest)
+            self._evict(oldest)
         return True
 
     def take_copies(self) -> Copies:
@@ -107,10 +107,22 @@ class CursorRegistry:
         copies, self.copies = self.copies, Copies()
         return copies
 
-    def take_evicted(self) -> list[int]:
-        """Residencies evicted under pressure since the last call."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
+    def evictions(self) -> dict[str, Any]:
+        """Residencies evicted that the host may not know of yet, and how many were so far.
+
+        Told again in every report until confirmed: the report of a request that was aborted, or
+        that ended with an error, reaches nobody.
+        """
+        return {
+            "evicted": list(self._evicted),
+            "num_evicted": self._num_heard + len(self._evicted),
+        }
+
+    def confirm(self, num_evicted: int) -> None:
+        """The host knows of the first `num_evicted` evictions."""
+        num_more = max(num_evicted - self._num_heard, 0)
+        del self._evicted[:num_more]
+        self._num_heard += num_more
 
     def num_new_blocks(self, plan: AttachPlan) -> int:
         """Blocks that `attach` will take from the pool."""
@@ -214,6 +226,10 @@ class CursorRegistry:
             begin += count
             row += count
         return row
+
+    def _evict(self, residency_id: int) -> None:
+        self._evicted.append(residency_id)
+        self._drop(residency_id)
 
     def _drop(self, residency_id: int) -> None:
         residency = self._held.pop(residency_id)

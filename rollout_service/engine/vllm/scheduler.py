@@ -75,7 +75,7 @@ class CursorScheduler(Scheduler):
         return output
 
     def usage(self) -> dict[str, Any]:
-        """Occupancy now, and what was evicted since the last report."""
+        """Occupancy now, and what was evicted."""
         pool = self.kv_cache_manager.block_pool
         return {
             **self.registry.usage(),
@@ -84,7 +84,7 @@ class CursorScheduler(Scheduler):
             # One block is vLLM's null block.
             "total": pool.num_gpu_blocks - 1,
             "free": pool.get_num_free_blocks(),
-            "evicted": self.registry.take_evicted(),
+            **self.registry.evictions(),
             "preemptions": self.num_preemptions,
             "foreign": self.kv_cache_manager.num_foreign_blocks,
         }
@@ -92,13 +92,15 @@ class CursorScheduler(Scheduler):
     def _end_the_newest(self, waiting: list[Any]) -> None:
         """Where none of `waiting` can move, let go of what the newest keeps from eviction.
 
-        One whose grammar is being compiled will move. The last one stays while the host keeps
-        residencies too: they go with the request that it keeps them for, which will wait behind.
+        One whose grammar is being compiled will move. One that has sampled gives way last, for its
+        caller cannot come again; alone it stays while the host keeps residencies, which go when
+        the call that it keeps them for ends or comes again.
         """
         if any(self._is_blocked_waiting_status(request.status) for request in waiting):
             return
-        if len(waiting) > 1 or (waiting and not self.num_host_pins):
-            self.grammar_compile_error_reqs.add(waiting[-1].request_id)
+        afresh = [request for request in waiting if not request.num_output_tokens]
+        if afresh or len(waiting) > 1 or (waiting and not self.num_host_pins):
+            self.grammar_compile_error_reqs.add((afresh or waiting)[-1].request_id)
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         """Count it; what the request reads stays pinned, so it can attach again."""
@@ -159,15 +161,25 @@ def _rows_to_keep(request: Any) -> int | None:
     return num_rows if num_rows >= num_trailing else None
 
 
-def _command(core: Any, operation: str, residency_ids: list[int]) -> dict[str, Any]:
-    """A cursor command; processed between two steps, in the order in which calls were sent."""
+def _command(
+    core: Any, operation: str, residency_ids: list[int], num_evicted: int
+) -> dict[str, Any]:
+    """A cursor command; processed between two steps, in the order in which calls were sent.
+
+    Args:
+        core: vLLM's engine core.
+        operation: What to do.
+        residency_ids: With what.
+        num_evicted: Evictions that the caller knows of.
+    """
     scheduler: CursorScheduler = core.scheduler
     registry = scheduler.registry
+    registry.confirm(num_evicted)
     gone: list[int] = []
     if operation == "release":
         registry.release(residency_ids)
     elif operation == "evict":
-        gone = registry.evict(residency_ids)
+        registry.evict(residency_ids)
     elif operation == "missing":
         gone = registry.absent(residency_ids)
     elif operation == "pin":
