@@ -6,18 +6,17 @@ at once, and all of them grow; this one looks at the fullest moment to come.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollout_service.engine.base import EngineInfo, EngineStats
 
 _NUM_REMEMBERED = 64
-_NUM_MOMENTS = 8
-"""Points in an episode's life that are looked at."""
 _TYPICAL_CURSORS = 32
-"""Of the first episode, of which nothing is known: sixteen turns and what they read."""
+"""Of a thread of which nothing is known: sixteen turns and what they read."""
+_FEW = 4
+"""Episodes that may begin as if none forked, and ends that tell what they take if they do."""
 _LEARNING_RATE = 0.05
 _MAX_TELLING_USE = 0.95
 """Above, the pool evicts, and its use says less than what the episodes take."""
@@ -43,11 +42,18 @@ class Forecast:
         0, 50 and 90 a fourth brings it to 200 (two at 50, one about to end, one gone): it begins.
     """
 
-    def __init__(self, info: EngineInfo, prior_tokens: int) -> None:
-        """Expect `prior_tokens` of an episode until the first ones have ended."""
+    def __init__(self, info: EngineInfo, thread_tokens: int, max_threads: int) -> None:
+        """Know nothing of episodes but their limits until the first ones have ended.
+
+        Args:
+            info: The engine.
+            thread_tokens: What a thread may append.
+            max_threads: Threads that an episode may fork.
+        """
         self._cursor_tokens = info.cursor_tokens
-        prior = prior_tokens + _TYPICAL_CURSORS * info.cursor_tokens
-        self._ended: deque[float] = deque([prior], maxlen=_NUM_REMEMBERED)
+        self._thread = thread_tokens + _TYPICAL_CURSORS * info.cursor_tokens
+        self._max_threads = max_threads
+        self._ended: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._correction = 1.0
         """What episodes are seen to take, over what their tokens and cursors should."""
 
@@ -60,10 +66,16 @@ class Forecast:
         """What an episode takes at its end, in tokens of the pool.
 
         All that was seen over the ends that were seen: long episodes end late, and the mean of
-        those that have ended would leave them out.
+        those that have ended would leave them out. Before a few have ended, an episode of one
+        thread is seen beside them, and beyond a few that are open all the threads count that one
+        may fork.
         """
-        running = sum(map(self._size, open_episodes))
-        return (sum(self._ended) + running) / len(self._ended)
+        seen, num_ended = sum(self._ended) + sum(map(self._size, open_episodes)), len(self._ended)
+        if num_ended >= _FEW:
+            return seen / num_ended
+        if len(open_episodes) >= _FEW:
+            return max(seen / (1 + num_ended), (1 + self._max_threads) * self._thread)
+        return (self._thread + seen) / (1 + num_ended)
 
     def peak_use(self, stats: EngineStats, open_episodes: Sequence[Footprint]) -> float:
         """Share of the pool taken at the fullest moment to come if one more episode began.
@@ -80,14 +92,13 @@ class Forecast:
         self._learn(stats, sum(sizes), final)
         if not any(episode.is_growing for episode in open_episodes):
             return stats.kv_use
-        peak = 0.0
-        for index in range(_NUM_MOMENTS + 1):
-            grown = final * index / _NUM_MOMENTS
-            later = (
-                _later(size, grown, final) if episode.is_growing else size
-                for size, episode in zip(sizes, open_episodes, strict=True)
-            )
-            peak = max(peak, grown + sum(later))
+        growing, steady = [0.0], 0.0
+        for episode, size in zip(open_episodes, sizes, strict=True):
+            if episode.is_growing and size < final:
+                growing.append(size)
+            else:
+                steady += size
+        peak = steady + _fullest_moment(growing, final)
         return max(stats.kv_use, self._correction * peak / max(stats.tokens_capacity, 1))
 
     def _size(self, episode: Footprint) -> float:
@@ -100,9 +111,13 @@ class Forecast:
             self._correction += _LEARNING_RATE * (seen - self._correction)
 
 
-def _later(size: float, grown: float, final: float) -> float:
-    """What an episode holds once each has grown by `grown`."""
-    if size >= final:
-        return size
-    later = size + grown
-    return later if later <= final or math.isclose(later, final) else 0.0
+def _fullest_moment(sizes: Iterable[float], final: float) -> float:
+    """The most that episodes hold at a time if all grow alike and each gives back `final`.
+
+    That is when one of them ends: those that are no larger now are still there. One sort.
+    """
+    peak = held = 0.0
+    for count, size in enumerate(sorted(sizes), start=1):
+        held += size
+        peak = max(peak, held + count * (final - size))
+    return peak

@@ -99,7 +99,7 @@ class Sessions:
         self._began_s = time.monotonic()
         self._shut = ""
         limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
-        self._forecast = Forecast(engine.info, limits.thread_budget)
+        self._forecast = Forecast(engine.info, limits.thread_budget, limits.max_threads)
         self._failure: HarnessError | None = None
         self._admission = Admission(
             kv_use=lambda: engine.stats().kv_use,

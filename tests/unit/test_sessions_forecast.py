@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from rollout_service.sessions.forecast import Footprint, Forecast
 from tests.session_cases import Bench, ScriptedEngine
 
 GATE = 0.75
+CURSOR_TOKENS = 1848.0
+"""Of a hybrid: half a page of 528 tokens and three states."""
 
 
 def pool(tokens_resident: float, capacity: int) -> EngineStats:
@@ -43,7 +46,7 @@ def growing(*tokens: int) -> list[Footprint]:
 
 def settled(num_tokens: int, open_episodes: Sequence[Footprint]) -> Forecast:
     """A forecast that expects `num_tokens` of an episode beside `open_episodes`."""
-    forecast = Forecast(DRY_INFO, num_tokens)
+    forecast = Forecast(DRY_INFO, num_tokens, 0)
     for _ in range(63):
         forecast.ended(footprint(num_tokens))
     # What is open counts as seen: take it out again.
@@ -59,7 +62,9 @@ def settled(num_tokens: int, open_episodes: Sequence[Footprint]) -> Forecast:
         ((0, 0), 300),
         ((0, 50, 90), 200),
         ((100, 100), 300),
-        ((99, 99, 99), 297),
+        ((99, 99, 99), 301),
+        ((30, 60), 40 + 70 + 100),
+        ((10, 20, 90, 95), 80 + 90 + 100),
     ],
 )
 def test_peak_is_that_of_the_fullest_moment(tokens: tuple[int, ...], peak: int) -> None:
@@ -70,7 +75,7 @@ def test_peak_is_that_of_the_fullest_moment(tokens: tuple[int, ...], peak: int) 
 
 
 def test_idle_episodes_stay_as_they_are() -> None:
-    forecast = Forecast(DRY_INFO, 100)
+    forecast = Forecast(DRY_INFO, 100, 0)
     idle = [footprint(60, is_growing=False)] * 2
     assert forecast.peak_use(pool(120, 300), idle) == 0.4
     beside = [*idle, *growing(0)]
@@ -81,8 +86,8 @@ def test_idle_episodes_stay_as_they_are() -> None:
 def test_cursors_take_room_beside_their_tokens() -> None:
     hybrid = replace(DRY_INFO, cursor_tokens=25.0)
     # 32 cursors of an episode of which nothing is known, then 4 of each that has ended.
-    assert Forecast(hybrid, 100).expected_size([]) == 100 + 32 * 25
-    forecast = Forecast(hybrid, 100)
+    assert Forecast(hybrid, 100, 0).expected_size([]) == 100 + 32 * 25
+    forecast = Forecast(hybrid, 100, 0)
     for _ in range(64):
         forecast.ended(footprint(60, 4))
     assert forecast.expected_size([]) == 60 + 4 * 25
@@ -106,10 +111,10 @@ def test_what_episodes_take_beyond_that_is_learned_from_the_pool() -> None:
 
 
 def test_long_episodes_are_expected_before_the_first_of_them_ends() -> None:
-    forecast = Forecast(DRY_INFO, 100)
+    forecast = Forecast(DRY_INFO, 100, 0)
     for _ in range(4):
         forecast.ended(footprint(50))
-    assert forecast.expected_size(growing(400, 400)) == (100 + 4 * 50 + 800) / 5
+    assert forecast.expected_size(growing(400, 400)) == (4 * 50 + 800) / 4
 
 
 def simulate(
@@ -153,7 +158,7 @@ def test_a_thousand_waiting_episodes_hold_the_pool_below_the_gate(
     seed: int, cursor_tokens: float
 ) -> None:
     mean = 600 / (1 + cursor_tokens / 40)
-    forecast = Forecast(replace(DRY_INFO, cursor_tokens=cursor_tokens), 512)
+    forecast = Forecast(replace(DRY_INFO, cursor_tokens=cursor_tokens), 512, 0)
     uses = simulate(forecast, seed, cursor_tokens=cursor_tokens, mean=mean)
     assert statistics.quantiles(uses, n=10)[-1] < 0.76
     assert max(uses) < 1
@@ -164,13 +169,75 @@ def test_a_thousand_waiting_episodes_hold_the_pool_below_the_gate(
 @pytest.mark.parametrize("seed", range(2))
 def test_room_that_nobody_told_of_is_found_out(seed: int) -> None:
     # Three times what the forecast is told, as where cursors are held twice.
-    uses = simulate(Forecast(DRY_INFO, 512), seed, cursor_tokens=80.0, mean=200)
+    uses = simulate(Forecast(DRY_INFO, 512, 0), seed, cursor_tokens=80.0, mean=200)
     later = uses[len(uses) // 4 :]
     assert statistics.quantiles(later, n=10)[-1] < 0.8
 
 
+def simulate_trees(
+    forecast: Forecast, seed: int, *, num_episodes: int = 64, interval: int = 0
+) -> list[float]:
+    """Pool use over time under episodes that fork ten branches each; one comes every `interval`.
+
+    All grow alike, to about 45,000 tokens and 150 cursors; the pool holds ten.
+    """
+    rng, num_cursors, capacity = random.Random(seed), 150, 450_000 + 1500 * int(CURSOR_TOKENS)
+    waiting, time, uses = deque[float](), 0, []
+    lengths = [rng.uniform(0.8, 1.2) for _ in range(num_episodes)]
+    running: list[list[float]] = []
+
+    def seen(grown: float) -> Footprint:
+        return footprint(int(45_000 * grown), int(num_cursors * grown))
+
+    def taken() -> float:
+        sizes = [seen(grown) for grown, _ in running]
+        return sum(each.num_tokens + CURSOR_TOKENS * each.num_cursors for each in sizes)
+
+    while lengths or waiting or running:
+        while lengths and (not interval or time % interval == 0):
+            waiting.append(lengths.pop())
+            if interval:
+                break
+        stats = pool(taken(), capacity)
+        while waiting:
+            open_ = [seen(grown) for grown, _ in running]
+            if running and forecast.peak_use(stats, open_) > GATE:
+                break
+            running.append([0.0, waiting.popleft()])
+        for episode in running:
+            episode[0] += 0.01
+        uses.append(taken() / capacity)
+        for grown, _ in (each for each in running if each[0] >= each[1]):
+            forecast.ended(seen(grown))
+        running = [each for each in running if each[0] < each[1]]
+        time += 1
+    return uses
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("interval", [0, 5, 40])
+def test_trees_that_begin_together_or_not_hold_the_pool_below_the_gate(
+    seed: int, interval: int
+) -> None:
+    hybrid = replace(DRY_INFO, cursor_tokens=CURSOR_TOKENS)
+    uses = simulate_trees(Forecast(hybrid, 8192, 10), seed, interval=interval)
+    assert max(uses) <= 0.76
+    # Ten fit in, a hundred moments each: with three quarters of the pool in use all the time they
+    # take 850 moments, or as long as they take to come.
+    assert len(uses) < max(1050, 64 * interval + 130)
+
+
 def test_a_gate_on_use_alone_lets_them_flood_it() -> None:
     assert max(simulate(None, 0)) > 1.3
+
+
+def test_only_a_few_begin_before_it_is_known_what_they_take() -> None:
+    forecast = Forecast(DRY_INFO, 100, 9)
+    assert forecast.expected_size(growing(0, 0, 0)) == 100
+    assert forecast.expected_size(growing(0, 0, 0, 0)) == 1000
+    for _ in range(4):
+        forecast.ended(footprint(250))
+    assert forecast.expected_size(growing(0, 0, 0, 0)) == 250
 
 
 async def test_a_burst_of_openings_waits_for_what_the_first_will_take() -> None:
