@@ -32,8 +32,8 @@ class Rows(NamedTuple):
     logsumexp: torch.Tensor
 
 
-# Said once a process by PyTorch; what it warns of, `self_test.py` tries.
-warnings.filterwarnings("ignore", message="TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 is currently")
+# Said once a process by PyTorch; what it warns of, `self_test.py` tries, or `CutCudnn` wants.
+warnings.filterwarnings("ignore", message="TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1")
 
 
 class Library(Protocol):
@@ -98,12 +98,12 @@ class Cudnn:
 
 
 class CutCudnn(Cudnn):
-    """cuDNN whose backward has plans of exact lengths, twice as fast for pieces."""
+    """cuDNN whose backward has plans of exact lengths: faster, but each is compiled once."""
 
     def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
         if call.exact:
-            # PyTorch rounds lengths only where each row begins where the one before it ends.
+            # PyTorch rounds a call's lengths only if no memory lies between its rows.
             key, value = torch.stack((rows.key, rows.value), 1).unbind(1)
             rows, state = rows._replace(key=key, value=value), (False, *state[1:])
         return super().backward(rows, state, call, scale)
