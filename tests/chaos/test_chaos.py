@@ -37,11 +37,6 @@ async def check_nothing_is_lost(world: World, max_steps: int) -> None:
     assert {entries[entry] for entry in missing} <= set(trained)
 
 
-def rewards(world: World) -> list[float]:
-    """Of the scored episodes, in the order of their ends."""
-    return [each.reward for each in world.told.outcomes if each.reward is not None]
-
-
 @pytest.mark.slow
 async def test_run_goes_on_where_each_part_is_killed_once(tmp_path: Path) -> None:
     plan = Plan(replicas=frozenset({1}), valkey=frozenset({2}), trainer=frozenset({3}))
@@ -63,22 +58,24 @@ async def test_two_hundred_steps_with_a_kill_every_twenty_end_as_the_undisturbed
         trainer=frozenset({50, 100, 150}),
     )
     ends: list[list[float]] = []
+    starts: list[float] = []
     for name, plan in (("calm", calm), ("storm", storm)):
         async with chaos_world(tmp_path / name, max_steps=steps, lag=lag) as world:
             await plan.carry_out(world, random.Random(1))
             await check_nothing_is_lost(world, steps)
             figures = read_metrics(world.trainer.config.folder / "metrics.jsonl")
             ends.append([line["reward/mean"] for line in figures[-steps // 4 :]])
-            start = statistics.fmean(line["reward/mean"] for line in figures[: steps // 20])
+            starts.append(statistics.fmean(line["reward/mean"] for line in figures[: steps // 20]))
             failed = sum(each.reward is None for each in world.told.outcomes)
             print(
-                f"{name}: reward {start:.3f} to {statistics.fmean(ends[-1]):.3f}, "
+                f"{name}: reward {starts[-1]:.3f} to {statistics.fmean(ends[-1]):.3f}, "
                 f"{len(world.told.outcomes)} episodes, {failed} failed; RSS in MB "
                 + ", ".join(f"{k} {v[0]:.0f} to {v[-1]:.0f}" for k, v in world.rss_mb.items())
             )
             _check_memory(world)
     calm_end, storm_end = map(statistics.fmean, ends)
     noise = statistics.stdev(ends[0]) / len(ends[0]) ** 0.5
+    assert calm_end > starts[0] + 0.2
     assert storm_end > calm_end - max(4 * noise, 0.05)
 
 
