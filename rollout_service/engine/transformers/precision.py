@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIN_ROWS = 4
-"""MKL multiplies one to three rows by other routines than more, which add in another order.
+MIN_ROWS = 16
+"""MKL multiplies few rows by other routines than more, which add in another order.
 
-Seen on one thread with AVX2 and AVX-512; a second thread gets half of the rows.
+Few are one to three on AMD, with AVX2 and AVX-512, and up to fifteen on Intel with AVX-512, from
+384 columns on. Seen on one thread; a second gets half of the rows.
 """
 
 
