@@ -122,6 +122,12 @@ class ResourceExhausted(ServiceError):
     status = "RESOURCE_EXHAUSTED"
 
 
+class TooManyCalls(ResourceExhausted):
+    """The client has more calls running, or begins more in a second, than the service allows."""
+
+    retryable = True
+
+
 class Cancelled(ServiceError):
     """The call was cancelled by its caller or by the service."""
 

@@ -128,6 +128,11 @@ class ServerOptions(Options):
     """PEM of the private key."""
     tls_client_ca: Path | None = None
     """PEM of the authority of clients' certificates; set, it makes TLS mutual."""
+    client_calls: int = Field(default=2048, ge=1)
+    """Calls of one client that run at a time, over gRPC and HTTP, an open episode one of them. A
+    client is a NAME of server.tokens, or else an address."""
+    client_calls_per_s: float = Field(default=1000.0, gt=0)
+    """Calls that one client may begin in a second."""
     drain_s: float = Field(default=0.0, ge=0)
     """Seconds that open episodes may go on at a stop, for a deployment that loses none: meanwhile
     new ones are refused and runs go to other replicas. A second signal ends them at once."""

@@ -22,10 +22,11 @@ from rollout_service.access import Access, read_tokens
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
 from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
+from rollout_service.client_limits import ClientLimits
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.base import Engine
 from rollout_service.exposition import exposed_sessions
-from rollout_service.server import RunningServer, serve
+from rollout_service.rpc import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
 
@@ -148,8 +149,14 @@ class RolloutService:
             newest_version=self.adapters.newest,
             loaded_versions=lambda: self.adapters.state.versions,
         )
+        metrics = self.sessions.metrics
+        limits = ClientLimits(
+            config.server.client_calls,
+            config.server.client_calls_per_s,
+            on_refused=lambda: metrics.add("guardrails/refused_calls"),
+        )
         if config.openai.port is not None:
-            endpoint = await _open_openai(config, config.openai.port, self.sessions)
+            endpoint = await _open_openai(config, config.openai.port, self.sessions, limits)
             # Stopped after the server, which closes the episodes and so ends the requests.
             self._exit.push_async_callback(endpoint.stop)
             self.openai_address = endpoint.address
@@ -160,7 +167,7 @@ class RolloutService:
             )
             self.metrics_address = self._exit.enter_context(serving)
             logger.info("Prometheus metrics at http://%s/metrics", self.metrics_address)
-        server = await _open_server(config, self.sessions)
+        server = await _open_server(config, self.sessions, limits)
         self._exit.push_async_callback(self._stop_server, server)
         self.address = server.address
         self.adapters.advertise(config.server.advertise or server.address)
@@ -326,7 +333,9 @@ def _vllm_engine(
     )
 
 
-async def _open_server(config: RolloutConfig, sessions: Sessions) -> RunningServer:
+async def _open_server(
+    config: RolloutConfig, sessions: Sessions, limits: ClientLimits
+) -> RunningServer:
     server = config.server
     return await serve(
         sessions,
@@ -334,11 +343,14 @@ async def _open_server(config: RolloutConfig, sessions: Sessions) -> RunningServ
         port=server.port,
         max_message_bytes=server.max_message_bytes,
         access=await asyncio.to_thread(_access, config),
+        limits=limits,
         tls=await asyncio.to_thread(_server_credentials, config),
     )
 
 
-async def _open_openai(config: RolloutConfig, port: int, sessions: Sessions) -> RunningOpenAI:
+async def _open_openai(
+    config: RolloutConfig, port: int, sessions: Sessions, limits: ClientLimits
+) -> RunningOpenAI:
     from rollout_service.openai import serve_openai
 
     server = config.server
@@ -348,6 +360,7 @@ async def _open_openai(config: RolloutConfig, port: int, sessions: Sessions) -> 
         port=port,
         max_body_bytes=server.max_message_bytes,
         access=await asyncio.to_thread(_access, config),
+        limits=limits,
         tls=await asyncio.to_thread(_ssl_context, config),
         max_threads=config.openai.max_threads,
         idle_s=config.openai.idle_s,

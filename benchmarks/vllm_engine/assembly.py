@@ -21,7 +21,7 @@ from benchmarks.vllm_engine.world import World
 from harness_sdk import Limits, OctopusClient
 from harness_sdk.types import Message, SamplingOptions
 from rollout_service.engine.base import Engine
-from rollout_service.server import serve
+from rollout_service.rpc import serve
 from rollout_service.sessions import Sessions
 
 _NUM_TURNS = 20

@@ -25,7 +25,7 @@ class PrintableFormatter(logging.Formatter):
     """Control characters as escapes; further lines of a message or a traceback indented.
 
     Example:
-        `2026-12-01 10:00:00,000 WARNING rollout_service.server slow [run=a episode=e1 thread=t]`
+        `2026-12-01 10:00:00,000 WARNING rollout_service.rpc.calls slow [run=a episode=e1 thread=t]`
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state; 1 where something that was named cannot be reached."""
+    """Print the state; 1 where something that was named cannot be reached, or has no engine."""
     if args.dry_run:
         sys.stdout.write(render_options(args))
         return 0
@@ -91,6 +91,7 @@ async def _collect(args: argparse.Namespace) -> dict[str, Any]:
         ),
     ]
     state["errors"] += [each["unreachable"] for each in state["replicas"] if each["unreachable"]]
+    state["errors"] += filter(None, map(_engine_error, state["replicas"]))
     return state
 
 
@@ -132,6 +133,17 @@ async def replica_status(
         "versions": list(status["policy_versions"]),
         "status": status,
     }
+
+
+def _engine_error(replica: dict[str, Any]) -> str:
+    """Why a replica that answers computes nothing now; empty where it does."""
+    metrics: Mapping[str, float] = replica["status"]["metrics"] if replica["status"] else {}
+    if metrics.get("engine/serving", 1):
+        return ""
+    return (
+        f"{replica['replica_id']}: its engine has ended and is started again,"
+        f" after {metrics.get('engine/restarts', 0):.0f} restarts before"
+    )
 
 
 def _screen(state: dict[str, Any]) -> str:

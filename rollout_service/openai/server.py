@@ -12,6 +12,7 @@ from harness_sdk._cancellation import end
 from harness_sdk.errors import ConfigError
 from harness_sdk.web_origin import is_loopback, refused_because
 from rollout_service.access import Access
+from rollout_service.client_limits import ClientLimits, client_name
 from rollout_service.openai.conversations import Conversations
 from rollout_service.openai.endpoint import Endpoint
 from rollout_service.openai.errors import (
@@ -60,6 +61,7 @@ async def serve_openai(
     port: int = 0,
     max_body_bytes: int = _MAX_BODY_BYTES,
     access: Access | None = None,
+    limits: ClientLimits | None = None,
     tls: ssl.SSLContext | None = None,
     max_threads: int = 100,
     idle_s: float = 900.0,
@@ -75,6 +77,7 @@ async def serve_openai(
         port: Port to bind; 0 takes a free one.
         max_body_bytes: Largest body of a request.
         access: Tokens, the API keys, one of which every request must carry; None asks for none.
+        limits: What each client may ask at a time; None sets no limit.
         tls: Certificates; None serves plain HTTP.
         max_threads: Branches of a session.
         idle_s: Seconds without a request after which a session is closed.
@@ -95,7 +98,8 @@ async def serve_openai(
         stall_s=stall_s,
     )
     # The first is the outermost.
-    middlewares = [_errors_as_json, _own_origin(host), _bearer_auth(access)]
+    admitted = _admitted(access, limits or ClientLimits())
+    middlewares = [_errors_as_json, _own_origin(host), admitted]
     app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     app.add_routes(endpoint.routes())
     # A client that goes away cancels its handler, and with it the generation.
@@ -157,12 +161,16 @@ def _own_origin(bound: str) -> Middleware:
     return check
 
 
-def _bearer_auth(access: Access) -> Middleware:
+def _admitted(access: Access, limits: ClientLimits) -> Middleware:
+    """Lets in who has a token, and no more requests of a client than it may have at a time."""
+
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         caller = access.caller(request.headers.get("Authorization", ""))
+        call = "CloseEpisode" if request.path.endswith("/close") else "Generate"
         if request.method == "POST":
-            caller.require("Generate")
-        return await handler(request)
+            caller.require(call)
+        with limits.call(client_name(caller, request.remote or ""), call):
+            return await handler(request)
 
     return check

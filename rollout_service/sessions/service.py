@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import math
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from harness_sdk.deltas import TokenDelta
-from harness_sdk.errors import EpisodeNotFound, HarnessError, InvalidRequest, Unavailable
+from harness_sdk.errors import EpisodeNotFound, HarnessError, InvalidRequest
 from harness_sdk.record import EpisodeRecord
-from harness_sdk.tracing import begin, spanning
 from harness_sdk.types import (
     BranchResult,
     EpisodeResult,
-    Limits,
     Message,
     SamplingOptions,
     ServerInfo,
@@ -28,20 +25,17 @@ from harness_sdk.types import (
 from rollout_service.chat.renderer import ChatRenderer
 from rollout_service.engine.base import Engine
 from rollout_service.sessions import branching, turns
-from rollout_service.sessions.admission import Admission, OnQueued
+from rollout_service.sessions.admission import OnQueued
 from rollout_service.sessions.closing import Closing
 from rollout_service.sessions.emitting import emitted
 from rollout_service.sessions.episode import Episode, Service
-from rollout_service.sessions.forecast import Forecast
-from rollout_service.sessions.guardrails import Guardrails
 from rollout_service.sessions.metrics import Metrics
+from rollout_service.sessions.opening import Opening
 from rollout_service.sessions.options import (
     Call,
     OpenRequest,
     RecordSink,
     SessionOptions,
-    check_request,
-    resolve_limits,
 )
 from rollout_service.sessions.planning import TurnRequest
 from rollout_service.sessions.reading import whole_delta
@@ -84,31 +78,24 @@ class Sessions:
         loaded_versions: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.options = options or SessionOptions()
-        self._engine = engine
+        self.metrics = Metrics()
         self._service = Service(
             engine=engine,
             chat=chat,
             options=self.options,
-            metrics=Metrics(),
+            metrics=self.metrics,
             newest_version=newest_version,
         )
         self._loaded_versions = loaded_versions or (lambda: (newest_version(),))
         self._episodes: dict[str, Episode] = {}
-        self._opening: dict[str, str] = {}
         self._closing = Closing(self._service, sink, self._forget)
         self._began_s = time.monotonic()
-        self._shut = ""
-        limits = resolve_limits(self.options, Limits(), engine.info.max_positions)
-        self._forecast = Forecast(engine.info, limits.thread_budget, limits.max_threads)
-        self._failure: HarnessError | None = None
-        self._admission = Admission(
-            kv_use=lambda: engine.stats().kv_use,
-            peak_use=self._peak_use,
-            num_open=lambda: len(self._episodes),
-            is_serving=lambda: self._is_final() or engine.stats().is_serving,
-            max_kv_use=self.options.admission_kv_use,
-            poll_s=self.options.admission_poll_s,
-        )
+        self._opening = Opening(self._service, self._episodes, self._closing.replies)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are computed now and new episodes admitted: what the health check says."""
+        return not self._opening.is_final and self._service.engine.stats().is_serving
 
     async def open(self, request: OpenRequest, on_queued: OnQueued | None = None) -> Opened:
         """Admit an episode; waits while the pool is too full.
@@ -120,44 +107,7 @@ class Sessions:
         Raises:
             InvalidRequest: The request cannot be served, or its id was used before.
         """
-        version_policy = check_request(self.options, request)
-        limits = resolve_limits(self.options, request.limits, self._engine.info.max_positions)
-        episode_id = request.episode_id or uuid.uuid4().hex
-        repeated = await self._repeated_opening(episode_id, request)
-        if repeated is not None:
-            return self._hold(repeated)
-        self._reserve_id(episode_id, request.idempotency_key)
-        span = begin("octopus.session", run=self.options.run, episode=episode_id)
-        try:
-            with spanning("octopus.admission", within=span):
-                if await self._admission.admit(on_queued):
-                    self._service.metrics.add("guardrails/queued_episodes")
-            self._check_admits()
-            episode = Episode(
-                self._service,
-                episode_id,
-                request,
-                Guardrails(
-                    limits,
-                    model_driven="done" in request.primitives,
-                    reads="read_thread" in request.primitives,
-                    options=self.options,
-                    info=self._engine.info,
-                    chat=self._service.chat,
-                    metrics=self._service.metrics,
-                ),
-                version_policy=version_policy,
-                policy_version=self._service.newest_version(),
-                span=span,
-            )
-            self._episodes[episode_id] = episode
-        except BaseException as error:
-            span.end(error)
-            raise
-        finally:
-            self._opening.pop(episode_id, None)
-        self._service.metrics.add("episodes/opened")
-        return self._hold(episode)
+        return await self._opening.open(request, on_queued)
 
     async def generate(
         self,
@@ -247,7 +197,7 @@ class Sessions:
     async def cancel(self, call: Call, reason: str = "") -> tuple[str, ...]:
         """End a thread and its descendants; the head is not checked."""
         episode = self.episode(call.episode_id, call.owner)
-        self._service.metrics.add("calls/cancel")
+        self.metrics.add("calls/cancel")
         return await episode.once(
             call, "cancel", lambda: branching.cancel(episode, call.thread_id, reason)
         )
@@ -313,22 +263,22 @@ class Sessions:
 
     def fail(self, error: HarnessError) -> None:
         """The engine has ended: every call is refused with `error` until `shutdown`."""
-        self._failure = error
+        self._opening.failure = error
         for episode in self._episodes.values():
             episode.failure = error
 
     async def drain(self) -> None:
         """Admit no new episode, and return once those that are open have closed."""
-        self._shut = "the service lets its last episodes end before it stops"
+        self._opening.shut = "the service lets its last episodes end before it stops"
         while self._episodes:
             await next(iter(self._episodes.values())).closed.wait()
 
     async def shutdown(self) -> None:
         """Close every episode as cancelled, or failed after `fail`; no new one is admitted."""
-        self._shut = self._shut or "the service is shutting down"
+        self._opening.shut = self._opening.shut or "the service is shutting down"
         reason, message = StopReason.CANCELLED, "the service shut down"
-        if self._failure is not None:
-            reason, message = StopReason.ENGINE_ERROR, self._failure.message
+        if self._opening.failure is not None:
+            reason, message = StopReason.ENGINE_ERROR, self._opening.failure.message
         episodes = list(self._episodes.values())
         await asyncio.gather(*(self._closing.give_up(each, reason, message) for each in episodes))
 
@@ -352,7 +302,7 @@ class Sessions:
         return server_status(
             self._service,
             list(self._episodes.values()),
-            num_queued=self._admission.num_waiting,
+            num_queued=self._opening.num_waiting,
             policy_versions=tuple(self._loaded_versions()),
             uptime_s=time.monotonic() - self._began_s,
         )
@@ -370,8 +320,8 @@ class Sessions:
         episode = self._episodes.get(episode_id)
         if episode is not None and owner in (None, episode.request.owner):
             return episode
-        if self._failure is not None:
-            raise self._failure.copy()
+        if self._opening.failure is not None:
+            raise self._opening.failure.copy()
         before = self._closed(episode_id, owner)
         raise EpisodeNotFound(
             "the episode is closed" if before is not None else "no such episode on this replica",
@@ -392,60 +342,8 @@ class Sessions:
         episode = self.episode(call.episode_id, call.owner)
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
 
-    def _peak_use(self) -> float:
-        footprints = [episode.footprint() for episode in self._episodes.values()]
-        return self._forecast.peak_use(self._engine.stats(), footprints)
-
-    async def _repeated_opening(self, episode_id: str, request: OpenRequest) -> Episode | None:
-        """The episode that the first call with its key opened; waits while that one waits."""
-        key = request.idempotency_key
-        while key and self._opening.get(episode_id) == key:
-            await asyncio.sleep(self.options.admission_poll_s)
-        episode = self._episodes.get(episode_id)
-        if episode is None or not key or episode.closing is not None:
-            return None
-        first = episode.request
-        return episode if (first.idempotency_key, first.owner) == (key, request.owner) else None
-
-    def _hold(self, episode: Episode) -> Opened:
-        episode.holder += 1
-        return Opened(
-            episode_id=episode.episode_id,
-            root_thread=episode.root.thread_id,
-            head=episode.root.head_id,
-            policy_version=episode.policy_version,
-            limits=episode.guardrails.limits,
-            holder=episode.holder,
-        )
-
-    def _is_final(self) -> bool:
-        """Whether no episode is admitted any more."""
-        return self._failure is not None or bool(self._shut)
-
-    def _check_admits(self) -> None:
-        if self._failure is not None:
-            raise self._failure.copy()
-        if self._shut:
-            raise Unavailable(
-                self._shut,
-                value="no new episode",
-                remedy="connect to another replica",
-            )
-
-    def _reserve_id(self, episode_id: str, key: str) -> None:
-        self._check_admits()
-        known = (self._episodes, self._opening, self._closing.replies)
-        if any(episode_id in ids for ids in known):
-            raise InvalidRequest(
-                "episode id was used before",
-                value=episode_id,
-                remedy="draw a new id; records are told apart by it",
-                episode_id=episode_id,
-            )
-        self._opening[episode_id] = key
-
     def _forget(self, episode: Episode) -> None:
         del self._episodes[episode.episode_id]
         episode.span.set(stop_reason=str(episode.closing), tokens=episode.num_tokens)
         episode.span.end()
-        self._forecast.ended(episode.footprint())
+        self._opening.ended(episode)

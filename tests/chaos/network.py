@@ -256,7 +256,7 @@ async def _serve_host(pipe: Any, link: Link, folder: Path) -> None:
 
     from harness_sdk import control
     from harness_sdk.record import record_from_bytes
-    from rollout_service.server import serve
+    from rollout_service.rpc import serve
     from rollout_service.sessions import SessionOptions, Sessions
     from rollout_service.stream import EpisodeStream
     from tests.fuzz.dice import DiceEngine

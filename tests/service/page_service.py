@@ -16,7 +16,7 @@ from pathlib import Path
 from harness_sdk.record import EpisodeRecord
 from rollout_service.chat import ChatRenderer
 from rollout_service.openai import serve_openai
-from rollout_service.server import serve
+from rollout_service.rpc import serve
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
 from tests.chat_tokenizers import chat_tokenizer

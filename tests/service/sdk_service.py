@@ -15,7 +15,7 @@ from rollout_service.chat import ChatRenderer
 from rollout_service.cursors import Cursor, child_cursor
 from rollout_service.engine.base import Engine, Generated, SampledToken
 from rollout_service.engine.dry import DRY_INFO, DryEngine
-from rollout_service.server import serve
+from rollout_service.rpc import serve
 from rollout_service.sessions import SessionOptions, Sessions
 from tests.chat_tokenizers import chat_tokenizer
 

@@ -15,7 +15,7 @@ from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.rpc.v1.rollout_pb2_grpc import RolloutStub
 from rollout_service.access import Access
 from rollout_service.engine.base import Engine
-from rollout_service.server import RunningServer, serve
+from rollout_service.rpc import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
 from tests.session_cases import CHAT, MemorySink
 

@@ -292,8 +292,14 @@ async def test_status_of_a_live_replica_counts_its_tokens(
         )
         flags = ["status", "--address", service.address]
         assert await asyncio.to_thread(main, flags) == 0
-    shown = capsys.readouterr().out
+        shown = capsys.readouterr().out
+        service.engine.stats = lambda: replace(  # type: ignore[method-assign]
+            stats(), is_serving=False, restarts=2
+        )
+        assert await asyncio.to_thread(main, flags) == 1
+        ended = capsys.readouterr().out
     assert re.search(r"tokens \d+ computed, \d+ sampled, recomputed 7 by eviction\n", shown)
+    assert "its engine has ended and is started again, after 2 restarts before" in ended
 
 
 def test_status_needs_something_to_ask(

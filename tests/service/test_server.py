@@ -33,7 +33,8 @@ from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from rollout_service.access import Access
 from rollout_service.engine.dry import DRY_INFO
 from rollout_service.engine.transformers import TransformersEngine
-from rollout_service.server import abort, serve
+from rollout_service.rpc import serve
+from rollout_service.rpc.calls import abort
 from rollout_service.sessions import SessionOptions
 from tests.service.served import Served, failure, served
 from tests.session_cases import CHAT, LOOK, ScriptedEngine, tool_call

@@ -24,7 +24,7 @@ from harness_sdk import OctopusClient, ToolLoop, control, tracing
 from harness_sdk.record import record_from_bytes, record_to_bytes
 from harness_sdk.redis_client import redis_client
 from rollout_service.chat import ChatRenderer
-from rollout_service.server import serve
+from rollout_service.rpc import serve
 from rollout_service.sessions import Sessions
 from rollout_service.stream import EpisodeStream
 from tests.chat_tokenizers import chat_tokenizer

@@ -102,8 +102,9 @@ def test_replica_serves_where_it_says_and_is_probed(tmp_path: Path) -> None:
     assert service["clusterIP"] == "None"
     (port,) = container["ports"]
     assert port["containerPort"] == service["ports"][0]["port"] == config.server.port == 7040
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for probe in ("startupProbe", "livenessProbe"):
         assert container[probe]["tcpSocket"]["port"] == port["name"]
+    assert container["readinessProbe"]["grpc"]["port"] == port["containerPort"]
     assert config.server.token is not None
     assert config.server.token.get_secret_value() == "sesame"
     assert _pod("StatefulSet", "rollout")["terminationGracePeriodSeconds"] > config.server.grace_s

@@ -29,7 +29,8 @@ class RolloutStub(object):
     """Branching generation over immutable cursors. Any call may end with AuthError
     (UNAUTHENTICATED: no token, a wrong one, or one whose scope does not hold the
     call), Unavailable (UNAVAILABLE: the service is stopping; repeat elsewhere),
-    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes) or
+    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes),
+    TooManyCalls (RESOURCE_EXHAUSTED: of this client; pause and repeat) or
     EngineError (INTERNAL: the engine failed; the thread is where it was). A call
     on a thread may end with EpisodeNotFound, ThreadNotFound (NOT_FOUND),
     StaleHead (ABORTED) or ThreadEnded (FAILED_PRECONDITION) besides; one that
@@ -103,7 +104,8 @@ class RolloutServicer(object):
     """Branching generation over immutable cursors. Any call may end with AuthError
     (UNAUTHENTICATED: no token, a wrong one, or one whose scope does not hold the
     call), Unavailable (UNAVAILABLE: the service is stopping; repeat elsewhere),
-    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes) or
+    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes),
+    TooManyCalls (RESOURCE_EXHAUSTED: of this client; pause and repeat) or
     EngineError (INTERNAL: the engine failed; the thread is where it was). A call
     on a thread may end with EpisodeNotFound, ThreadNotFound (NOT_FOUND),
     StaleHead (ABORTED) or ThreadEnded (FAILED_PRECONDITION) besides; one that
@@ -283,7 +285,8 @@ class Rollout(object):
     """Branching generation over immutable cursors. Any call may end with AuthError
     (UNAUTHENTICATED: no token, a wrong one, or one whose scope does not hold the
     call), Unavailable (UNAVAILABLE: the service is stopping; repeat elsewhere),
-    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes) or
+    ResourceExhausted (RESOURCE_EXHAUSTED: a message past max_message_bytes),
+    TooManyCalls (RESOURCE_EXHAUSTED: of this client; pause and repeat) or
     EngineError (INTERNAL: the engine failed; the thread is where it was). A call
     on a thread may end with EpisodeNotFound, ThreadNotFound (NOT_FOUND),
     StaleHead (ABORTED) or ThreadEnded (FAILED_PRECONDITION) besides; one that
