@@ -23,7 +23,9 @@ from tests.session_cases import LOOK, ScriptedEngine
 async def test_a_flood_is_refused_by_type_and_keeps_nobody_waiting() -> None:
     now_s, refusals = 0.0, list[None]()
     limits = ClientLimits(8, 20, on_refused=lambda: refusals.append(None), now_s=lambda: now_s)
-    async with served(ScriptedEngine(), access=ACCESS, limits=limits) as running:
+    # Room for all of them, whose size nobody knows.
+    engine = ScriptedEngine(max_tokens=1 << 40)
+    async with served(engine, access=ACCESS, limits=limits) as running:
         held = [await opened(running, "alice") for _ in range(8)]
         request = pb.OpenEpisodeRequest()
         status, error = await failure(running.stub.OpenEpisode(request, metadata=bearer("alice")))
