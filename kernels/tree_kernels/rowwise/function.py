@@ -32,18 +32,7 @@ class _L2Normalised(torch.autograd.Function):
         x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
         ctx.save_for_backward(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        vectors = x.shape[0] * x.shape[1]
-        sizes = {"H": x.shape[1], "K": x.shape[2]}
-        _launch(
-            kernels.rowwise_fwd_kernel_l2,
-            vectors,
-            x.shape[2],
-            x,
-            out,
-            vectors,
-            x.stride(0),
-            **sizes,
-        )
+        _launch_by_head(kernels.rowwise_fwd_kernel_l2, x, out)
         return out
 
     @staticmethod
@@ -51,20 +40,7 @@ class _L2Normalised(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        vectors = x.shape[0] * x.shape[1]
-        sizes = {"H": x.shape[1], "K": x.shape[2]}
-        given = grads[0].contiguous()
-        _launch(
-            kernels.rowwise_bwd_kernel_l2,
-            vectors,
-            x.shape[2],
-            x,
-            given,
-            dx,
-            vectors,
-            x.stride(0),
-            **sizes,
-        )
+        _launch_by_head(kernels.rowwise_bwd_kernel_l2, x, grads[0].contiguous(), dx)
         return dx
 
 
@@ -124,6 +100,12 @@ class _DeltaGates(torch.autograd.Function):
             )
         )
         return dstep, dbeta, da_log, ddt_bias
+
+
+def _launch_by_head(kernel: Any, x: torch.Tensor, *others: torch.Tensor) -> None:
+    rows, heads, width = x.shape
+    vectors = rows * heads
+    _launch(kernel, vectors, width, x, *others, vectors, x.stride(0), H=heads, K=width)
 
 
 def _launch(kernel: Any, rows: int, width: int, *args: Any, **constants: Any) -> None:
