@@ -210,6 +210,8 @@ class Conversations:
             task_id=names.task,
             limits=Limits(max_threads=self._max_threads),
             owner=names.owner,
+            # Most clients go on from where they were.
+            forks=False,
         )
         self._num_queued += 1
         try:

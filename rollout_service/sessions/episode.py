@@ -181,8 +181,12 @@ class Episode:
             for thread in self.threads.values()
         )
         lately = time.monotonic() - self._last_call_s < _IDLE_S
+        may_fork = self.request.forks * self.guardrails.limits.max_threads
         return Footprint(
-            num_tokens=self.num_tokens, num_cursors=len(self.nodes), is_growing=works or lately
+            num_tokens=self.num_tokens,
+            num_cursors=len(self.nodes),
+            num_threads=max(1 + may_fork, len(self.threads)),
+            is_growing=works or lately,
         )
 
     def versions_in_use(self) -> set[int]:

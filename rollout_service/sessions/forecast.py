@@ -29,6 +29,8 @@ class Footprint:
     num_tokens: int
     """Appended so far by all of its threads."""
     num_cursors: int
+    num_threads: int
+    """Threads that it may have, or has where it is not expected to fork."""
     is_growing: bool
     """Whether something of it runs, or has lately."""
 
@@ -42,17 +44,10 @@ class Forecast:
         0, 50 and 90 a fourth brings it to 200 (two at 50, one about to end, one gone): it begins.
     """
 
-    def __init__(self, info: EngineInfo, thread_tokens: int, max_threads: int) -> None:
-        """Know nothing of episodes but their limits until the first ones have ended.
-
-        Args:
-            info: The engine.
-            thread_tokens: What a thread may append.
-            max_threads: Threads that an episode may fork.
-        """
+    def __init__(self, info: EngineInfo, thread_tokens: int) -> None:
+        """Know nothing but `thread_tokens`, what a thread may append, until episodes have ended."""
         self._cursor_tokens = info.cursor_tokens
         self._thread = thread_tokens + _TYPICAL_CURSORS * info.cursor_tokens
-        self._max_threads = max_threads
         self._ended: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._correction = 1.0
         """What episodes are seen to take, over what their tokens and cursors should."""
@@ -67,14 +62,15 @@ class Forecast:
 
         All that was seen over the ends that were seen: long episodes end late, and the mean of
         those that have ended would leave them out. Before a few have ended, an episode of one
-        thread is seen beside them, and beyond a few that are open all the threads count that one
-        may fork.
+        thread is seen beside them, and beyond a few that are open all the threads count that one of
+        them may have.
         """
         seen, num_ended = sum(self._ended) + sum(map(self._size, open_episodes)), len(self._ended)
         if num_ended >= _FEW:
             return seen / num_ended
         if len(open_episodes) >= _FEW:
-            return max(seen / (1 + num_ended), (1 + self._max_threads) * self._thread)
+            num_threads = max(episode.num_threads for episode in open_episodes)
+            return max(seen / (1 + num_ended), num_threads * self._thread)
         return (self._thread + seen) / (1 + num_ended)
 
     def peak_use(self, stats: EngineStats, open_episodes: Sequence[Footprint]) -> float:

@@ -42,7 +42,7 @@ class Opening:
         self.failure: HarnessError | None = None
         self.shut = ""
         limits = resolve_limits(self._options, Limits(), self._engine.info.max_positions)
-        self._forecast = Forecast(self._engine.info, limits.thread_budget, limits.max_threads)
+        self._forecast = Forecast(self._engine.info, limits.thread_budget)
         self._admission = Admission(
             kv_use=lambda: self._engine.stats().kv_use,
             peak_use=self._peak_use,

@@ -92,6 +92,9 @@ class OpenRequest:
     limits: Limits = field(default_factory=Limits)
     primitives: tuple[str, ...] = ()
     """Of `harness_sdk.types.PRIMITIVES`; with `done` among them the model drives the episode."""
+    forks: bool = True
+    """Whether the gate expects it to fork as often as its limits let it, before it is known how
+    large episodes become."""
     version_policy: str = "keep"
     """keep | refresh"""
     idempotency_key: str = ""

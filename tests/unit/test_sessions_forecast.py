@@ -36,8 +36,15 @@ def pool(tokens_resident: float, capacity: int) -> EngineStats:
     )
 
 
-def footprint(num_tokens: int, num_cursors: int = 1, *, is_growing: bool = True) -> Footprint:
-    return Footprint(num_tokens=num_tokens, num_cursors=num_cursors, is_growing=is_growing)
+def footprint(
+    num_tokens: int, num_cursors: int = 1, *, num_threads: int = 1, is_growing: bool = True
+) -> Footprint:
+    return Footprint(
+        num_tokens=num_tokens,
+        num_cursors=num_cursors,
+        num_threads=num_threads,
+        is_growing=is_growing,
+    )
 
 
 def growing(*tokens: int) -> list[Footprint]:
@@ -46,7 +53,7 @@ def growing(*tokens: int) -> list[Footprint]:
 
 def settled(num_tokens: int, open_episodes: Sequence[Footprint]) -> Forecast:
     """A forecast that expects `num_tokens` of an episode beside `open_episodes`."""
-    forecast = Forecast(DRY_INFO, num_tokens, 0)
+    forecast = Forecast(DRY_INFO, num_tokens)
     for _ in range(63):
         forecast.ended(footprint(num_tokens))
     # What is open counts as seen: take it out again.
@@ -75,7 +82,7 @@ def test_peak_is_that_of_the_fullest_moment(tokens: tuple[int, ...], peak: int) 
 
 
 def test_idle_episodes_stay_as_they_are() -> None:
-    forecast = Forecast(DRY_INFO, 100, 0)
+    forecast = Forecast(DRY_INFO, 100)
     idle = [footprint(60, is_growing=False)] * 2
     assert forecast.peak_use(pool(120, 300), idle) == 0.4
     beside = [*idle, *growing(0)]
@@ -86,8 +93,8 @@ def test_idle_episodes_stay_as_they_are() -> None:
 def test_cursors_take_room_beside_their_tokens() -> None:
     hybrid = replace(DRY_INFO, cursor_tokens=25.0)
     # 32 cursors of an episode of which nothing is known, then 4 of each that has ended.
-    assert Forecast(hybrid, 100, 0).expected_size([]) == 100 + 32 * 25
-    forecast = Forecast(hybrid, 100, 0)
+    assert Forecast(hybrid, 100).expected_size([]) == 100 + 32 * 25
+    forecast = Forecast(hybrid, 100)
     for _ in range(64):
         forecast.ended(footprint(60, 4))
     assert forecast.expected_size([]) == 60 + 4 * 25
@@ -111,7 +118,7 @@ def test_what_episodes_take_beyond_that_is_learned_from_the_pool() -> None:
 
 
 def test_long_episodes_are_expected_before_the_first_of_them_ends() -> None:
-    forecast = Forecast(DRY_INFO, 100, 0)
+    forecast = Forecast(DRY_INFO, 100)
     for _ in range(4):
         forecast.ended(footprint(50))
     assert forecast.expected_size(growing(400, 400)) == (4 * 50 + 800) / 4
@@ -158,7 +165,7 @@ def test_a_thousand_waiting_episodes_hold_the_pool_below_the_gate(
     seed: int, cursor_tokens: float
 ) -> None:
     mean = 600 / (1 + cursor_tokens / 40)
-    forecast = Forecast(replace(DRY_INFO, cursor_tokens=cursor_tokens), 512, 0)
+    forecast = Forecast(replace(DRY_INFO, cursor_tokens=cursor_tokens), 512)
     uses = simulate(forecast, seed, cursor_tokens=cursor_tokens, mean=mean)
     assert statistics.quantiles(uses, n=10)[-1] < 0.76
     assert max(uses) < 1
@@ -169,7 +176,7 @@ def test_a_thousand_waiting_episodes_hold_the_pool_below_the_gate(
 @pytest.mark.parametrize("seed", range(2))
 def test_room_that_nobody_told_of_is_found_out(seed: int) -> None:
     # Three times what the forecast is told, as where cursors are held twice.
-    uses = simulate(Forecast(DRY_INFO, 512, 0), seed, cursor_tokens=80.0, mean=200)
+    uses = simulate(Forecast(DRY_INFO, 512), seed, cursor_tokens=80.0, mean=200)
     later = uses[len(uses) // 4 :]
     assert statistics.quantiles(later, n=10)[-1] < 0.8
 
@@ -187,7 +194,7 @@ def simulate_trees(
     running: list[list[float]] = []
 
     def seen(grown: float) -> Footprint:
-        return footprint(int(45_000 * grown), int(num_cursors * grown))
+        return footprint(int(45_000 * grown), int(num_cursors * grown), num_threads=11)
 
     def taken() -> float:
         sizes = [seen(grown) for grown, _ in running]
@@ -220,7 +227,7 @@ def test_trees_that_begin_together_or_not_hold_the_pool_below_the_gate(
     seed: int, interval: int
 ) -> None:
     hybrid = replace(DRY_INFO, cursor_tokens=CURSOR_TOKENS)
-    uses = simulate_trees(Forecast(hybrid, 8192, 10), seed, interval=interval)
+    uses = simulate_trees(Forecast(hybrid, 8192), seed, interval=interval)
     assert max(uses) <= 0.76
     # Ten fit in, a hundred moments each: with three quarters of the pool in use all the time they
     # take 850 moments, or as long as they take to come.
@@ -232,12 +239,14 @@ def test_a_gate_on_use_alone_lets_them_flood_it() -> None:
 
 
 def test_only_a_few_begin_before_it_is_known_what_they_take() -> None:
-    forecast = Forecast(DRY_INFO, 100, 9)
-    assert forecast.expected_size(growing(0, 0, 0)) == 100
-    assert forecast.expected_size(growing(0, 0, 0, 0)) == 1000
+    forecast = Forecast(DRY_INFO, 100)
+    trees = [footprint(0, num_threads=10)] * 4
+    assert forecast.expected_size(growing(0, 0, 0, 0)) == 100
+    assert forecast.expected_size(trees[:3]) == 100
+    assert forecast.expected_size([*growing(0, 0, 0), trees[0]]) == 1000
     for _ in range(4):
         forecast.ended(footprint(250))
-    assert forecast.expected_size(growing(0, 0, 0, 0)) == 250
+    assert forecast.expected_size(trees) == 250
 
 
 async def test_a_burst_of_openings_waits_for_what_the_first_will_take() -> None:
