@@ -76,6 +76,11 @@ class Span:
         return _current(self._context) if self._span is not None else _NO_SPAN
 
 
+def is_traced() -> bool:
+    """Whether this process traces."""
+    return "opentelemetry.trace" in sys.modules
+
+
 def begin(
     name: str,
     *,
@@ -95,7 +100,7 @@ def begin(
         links: `traceparent`s of spans of other traces that it is related to.
         attributes: Named `octopus.NAME`.
     """
-    if "opentelemetry.trace" not in sys.modules:
+    if not is_traced():
         return Span()
     context = _otel("context").get_current()
     if metadata is not None:
@@ -119,7 +124,7 @@ def spanning(
 
     Not for the body of an async generator: its caller would see the span as current.
     """
-    if "opentelemetry.trace" not in sys.modules:
+    if not is_traced():
         return contextlib.nullcontext(Span())
     return _spanning(
         begin(name, within=within, kind=kind, metadata=metadata, links=links, **attributes)
@@ -136,7 +141,7 @@ def add_past(
     **attributes: str | int | float,
 ) -> None:
     """Add a span to the trace of `traceparent` that began at `begun_s` (Unix time), ended now."""
-    if "opentelemetry.trace" not in sys.modules or not traceparent:
+    if not is_traced() or not traceparent:
         return
     context = _w3c().extract({"traceparent": traceparent})
     _started(name, context, kind, attributes, begun_s=begun_s, links=links).end()
@@ -144,7 +149,7 @@ def add_past(
 
 def trace_ids() -> tuple[str, str] | None:
     """Trace and span that are current, in hex; None where there is none."""
-    if "opentelemetry.trace" not in sys.modules:
+    if not is_traced():
         return None
     context = _otel("trace").get_current_span().get_span_context()
     return (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else None

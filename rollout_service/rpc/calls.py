@@ -15,7 +15,7 @@ import grpc
 from harness_sdk import _status
 from harness_sdk.errors import EngineError, HarnessError
 from harness_sdk.log_ids import log_ids
-from harness_sdk.tracing import spanning
+from harness_sdk.tracing import is_traced, spanning
 from rollout_service.access import Access, Caller
 from rollout_service.client_limits import ClientLimits, client_name
 
@@ -70,7 +70,8 @@ class Desk:
             AuthError: The token is nobody's.
             TooManyCalls: The client has asked for too much.
         """
-        caller = self._access.caller(_authorization(context))
+        # Metadata is copied at each look.
+        caller = self._access.caller("" if self._access.is_open else _authorization(context))
         client = client_name(caller, context.peer())
         with self._limits.call(client, name), _span(name, call_ids(request), context):
             yield caller
@@ -118,8 +119,8 @@ def call_ids(request: Any) -> dict[str, str]:
 
 def _span(name: str, ids: dict[str, str], context: Context) -> AbstractContextManager[object]:
     """The call's span, in its caller's trace."""
-    if not ids["episode"]:
-        # Connect and Status, which some ask for every other second, belong to no episode.
+    # Connect and Status, which some ask for every other second, belong to no episode.
+    if not ids["episode"] or not is_traced():
         return contextlib.nullcontext()
     metadata: Any = context.invocation_metadata() or ()
     return spanning(

@@ -79,7 +79,7 @@ async def serve(
     """
     access = access or Access()
     server = grpc.aio.server(
-        interceptors=[*([] if access.is_open else [BearerAuth(access)]), Decoding()],
+        interceptors=[] if access.is_open else [BearerAuth(access)],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -98,7 +98,7 @@ async def serve(
     )
     desk = Desk(access, limits or ClientLimits())
     servicer = RolloutServicer(sessions, max_message_bytes, desk)
-    rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server)
+    rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, Decoding(server))
     server.add_generic_rpc_handlers((health_handler(lambda: sessions.is_serving),))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -144,6 +144,7 @@ def test_large_messages_are_rendered() -> None:
         ("{{ '%s %5.1f' % ('a', 1.25) }}{{ '{:>4}'.format(1) }}", "a   1.2   1"),
         ("{{ ['a', 'b'] | join('-') }}{{ '-'.join(['a', 'b']) }}", "a-ba-b"),
         ("{{ messages | map(attribute='content') | join(',') }}", "u"),
+        ("{% set m = {'keys': 1, 'a': 3} %}{{ m.a }}{{ m.b }}{{ m.keys() | list | length }}", "32"),
         (
             "{{ 'a\nb' | indent(2) }}{{ {'a': [1]} | tojson(indent=2) }}",
             'a\n  b{\n  "a": [\n    1\n  ]\n}',
