@@ -73,6 +73,11 @@ async def test_scripts_are_as_near_the_oracle_as_flat_runs(play: Play, oracle: E
     await check_noise(play, oracle, NUM_CASES_IN_SLICE)
 
 
+@pytest.mark.parametrize("family", BF16_FAMILIES)
+async def test_logits_of_a_bfloat16_model_are_float32(play: Play) -> None:
+    assert play.engine.info.head_dtype == "float32"
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", BF16_FAMILIES)
