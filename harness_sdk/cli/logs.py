@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -60,7 +61,7 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         # Escapes all but ASCII: what a terminal would obey comes out as text.
-        return json.dumps(line, default=str)
+        return json.dumps({name: _strict(value) for name, value in line.items()}, default=str)
 
 
 def set_up_logging(form: str = "text") -> None:
@@ -79,6 +80,11 @@ def log_arguments() -> list[str]:
     handlers = logging.getLogger().handlers
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
     return ["--log-format", "json"] if is_json else []
+
+
+def _strict(value: Any) -> Any:
+    """What JSON has no number for, as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

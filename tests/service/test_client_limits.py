@@ -25,7 +25,10 @@ async def test_a_flood_is_refused_by_type_and_keeps_nobody_waiting() -> None:
     limits = ClientLimits(8, 20, on_refused=lambda: refusals.append(None), now_s=lambda: now_s)
     # Room for all of them, whose size nobody knows.
     engine = ScriptedEngine(max_tokens=1 << 40)
-    async with served(engine, access=ACCESS, limits=limits) as running:
+    async with (
+        asyncio.timeout(60),
+        served(engine, access=ACCESS, limits=limits) as running,
+    ):
         held = [await opened(running, "alice") for _ in range(8)]
         request = pb.OpenEpisodeRequest()
         status, error = await failure(running.stub.OpenEpisode(request, metadata=bearer("alice")))

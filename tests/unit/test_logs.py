@@ -7,7 +7,10 @@ import contextvars
 import io
 import json
 import logging
+import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,29 +81,55 @@ def test_ids_of_a_block_that_another_context_leaves_stay_where_they_were_set() -
     assert "episode" not in entered.run(current_ids)
 
 
+HOSTILE = {
+    "newline": "x\n2026-01-01 00:00:00,000 ERROR forged",
+    "carriage return": "x\r2026-01-01 00:00:00,000 ERROR forged",
+    "terminal": "x\x1b[2J\x1b]0;title\x07\x9b31m",
+    "quotes": 'x", "level": "INFO", "episode": "forged\\',
+    "object": 'x"}\n{"level": "INFO", "message": "forged"}',
+    "separators": "x\u2028ERROR forged\u2029\x85\x0b\x0c\x1c",
+    "order": "x\u202egnol\u2066",
+    "half a pair": "x\ud800",
+    "ids": "x] [episode=forged",
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE.keys())
 def test_nothing_that_was_said_forges_a_line(
-    form: str, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    form: str, log: io.StringIO, hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = logging.getLogger()
     # What pytest's own handler takes goes into its report, which half a pair of surrogates breaks.
     ours = [handler for handler in root.handlers if getattr(handler, "stream", None) is log]
     monkeypatch.setattr(root, "handlers", ours)
-    hostile = "x\n2026-01-01 ERROR forged\x1b[2J\ud800"
-    try:
-        raise ValueError(hostile)
-    except ValueError:
-        with log_ids(episode=hostile):
-            logger.exception("failed: %s", hostile, extra={"thread_id": hostile, "count": 3})
+    # A prompt, ids of a call, a tool's failure, and a file that a model named.
+    logger.warning("asked %s", hostile, extra={"thread_id": hostile})
+    with log_ids(episode=hostile, request=hostile):
+        try:
+            raise ValueError(hostile)
+        except ValueError:
+            logger.exception("failed", extra={"count": 3, "path": Path(hostile), "x": math.nan})
+        try:
+            (tmp_path / hostile).read_bytes()
+        except (OSError, UnicodeEncodeError) as error:
+            logger.error("no file: %s", error)
     text = log.getvalue()
-    assert "\x1b" not in text
+    assert not re.search(
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800]", text
+    )
+    lines = text.splitlines()
     if form == "text":
-        first, *others = text.splitlines()
-        assert "octopus.test failed" in first and all(line.startswith("    ") for line in others)
+        begun = [line for line in lines if not line.startswith("    ")]
+        assert [line.split("octopus.test ")[1][:5] for line in begun] == ["asked", "faile", "no fi"]
         return
-    (line,) = text.splitlines()
-    told = json.loads(line)
-    assert (told["episode"], told["thread"], told["count"]) == (hostile, hostile, 3)
-    assert "ValueError" in told["exception"] and told["level"] == "ERROR"
+    assert text.isascii() and len(lines) == 3
+    asked, failed, missing = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert (asked["message"], asked["thread"]) == (f"asked {hostile}", hostile)
+    assert (failed["episode"], failed["request"]) == (hostile, hostile)
+    assert (failed["count"], failed["path"], failed["x"]) == (3, hostile, "nan")
+    assert f"ValueError: {hostile}" in failed["exception"] and failed["level"] == "ERROR"
+    assert missing["message"].startswith("no file: ") and missing["level"] == "ERROR"
+    assert {"time", "level", "logger", "message", "episode", "request"} == missing.keys()
 
 
 async def test_service_logs_a_failure_with_the_call_s_ids(form: str, log: io.StringIO) -> None:
