@@ -155,6 +155,8 @@ class RolloutService:
             config.server.client_calls_per_s,
             on_refused=lambda: metrics.add("guardrails/refused_calls"),
         )
+        # Told from the start, for a counter that appears is none that rises.
+        metrics.add("guardrails/refused_calls", 0.0)
         if config.openai.port is not None:
             endpoint = await _open_openai(config, config.openai.port, self.sessions, limits)
             # Stopped after the server, which closes the episodes and so ends the requests.

@@ -10,16 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from harness_sdk.cli.__main__ import main
+from harness_sdk.cli.processes import free_port, spawn, stop
+from harness_sdk.client import OctopusClient
 from harness_sdk.errors import Unavailable
 from harness_sdk.types import Message, SamplingOptions
 from rollout_service.engine.vllm import VllmEngine
 from rollout_service.engine.vllm.shared_memory import family, shared_files
 from rollout_service.engine.vllm.supervisor import RestartPolicy
-from tests.e2e.rollout_process import until_gone
+from tests.chat_tokenizers import save_chat_tokenizer
+from tests.e2e.rollout_process import ROLLOUT, until_gone, until_listening
 from tests.engine_cases import save_adapter
 from tests.session_cases import Bench
 from tests.vllm.audit import check_nothing_left
 from tests.vllm.conftest import Served, new_play, serve
+from tests.vllm.models import save_servable_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -149,6 +154,56 @@ async def test_every_call_is_served_by_the_next_process(
     serving = asynccontextmanager(serve)(servable_folder, "llama", max_adapters=4)
     async with serving as served:
         await check_all_is_served(served, tmp_path)
+
+
+async def test_a_service_outlives_its_engine_and_ends_where_that_ends_again(
+    tmp_path: Path,
+) -> None:
+    model = save_chat_tokenizer(save_servable_model(tmp_path / "model", "llama"))
+    port, log = free_port(), tmp_path / "rollout.log"
+    address = f"127.0.0.1:{port}"
+    process = await spawn(
+        [*ROLLOUT, "--model.path", str(model), "--run-folder", str(tmp_path / "runs"),
+         "--server.port", str(port), "--engine.name", "vllm", "--engine.max-tokens", "4096",
+         "--engine.vllm.max-restarts", "1", "--model.preamble", "compact"],
+        log_path=log,
+    )  # fmt: skip
+    try:
+        await until_listening(process, port, log)
+        async with OctopusClient.connect(address) as client:
+            before = family(process.pid)
+            async with client.episode(primitives=("fork",)) as episode:
+                turn = asyncio.create_task(
+                    episode.root.generate("Go on.", sampling=SamplingOptions(max_tokens=400))
+                )
+                while (await client.status()).metrics["tokens/sampled"] < 20:
+                    await asyncio.sleep(0.05)
+                os.kill(core_of(process.pid), signal.SIGKILL)
+                while (await client.status()).metrics["engine/serving"]:
+                    await asyncio.sleep(0.05)
+                assert await asyncio.to_thread(main, ["status", "--address", address]) == 1
+                async with asyncio.timeout(START_S):
+                    assert len((await turn).sampled_logprobs) == 400
+                metrics = (await client.status()).metrics
+                assert (metrics["engine/serving"], metrics["engine/restarts"]) == (1, 1)
+                assert metrics["tokens/recomputed_restart"] > 20
+                await episode.close(reward=1.0)
+            os.kill(core_of(process.pid), signal.SIGKILL)
+            async with asyncio.timeout(60):
+                assert await process.wait() == 1
+            await until_gone(before)
+    finally:
+        await stop(process, 0)
+    text = log.read_text()
+    assert "the engine is not started again" in text and "1 restarts in 600 s" in text
+    assert "its last lines:\n" in text
+
+
+def core_of(service: int) -> int:
+    """The engine's process: of the service's children the one that has the most memory."""
+    children = [pid for pid in family(service) if pid != service]
+    sizes = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in children}
+    return max(sizes, key=lambda pid: sizes[pid])
 
 
 @pytest.mark.soak
