@@ -173,9 +173,8 @@ async def test_a_service_outlives_its_engine_and_ends_where_that_ends_again(
         async with OctopusClient.connect(address) as client:
             before = family(process.pid)
             async with client.episode(primitives=("fork",)) as episode:
-                turn = asyncio.create_task(
-                    episode.root.generate("Go on.", sampling=SamplingOptions(max_tokens=400))
-                )
+                sampling = SamplingOptions(max_tokens=400, temperature=0.0)
+                turn = asyncio.create_task(episode.root.generate("Go on.", sampling=sampling))
                 while (await client.status()).metrics["tokens/sampled"] < 20:
                     await asyncio.sleep(0.05)
                 os.kill(core_of(process.pid), signal.SIGKILL)
@@ -183,7 +182,8 @@ async def test_a_service_outlives_its_engine_and_ends_where_that_ends_again(
                     await asyncio.sleep(0.05)
                 assert await asyncio.to_thread(main, ["status", "--address", address]) == 1
                 async with asyncio.timeout(START_S):
-                    assert len((await turn).sampled_logprobs) == 400
+                    told = await turn
+                assert (told.finish_reason, len(told.sampled_logprobs)) == ("length", 400)
                 metrics = (await client.status()).metrics
                 assert (metrics["engine/serving"], metrics["engine/restarts"]) == (1, 1)
                 assert metrics["tokens/recomputed_restart"] > 20
