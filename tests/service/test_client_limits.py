@@ -57,7 +57,8 @@ async def test_a_flood_is_refused_by_type_and_keeps_nobody_waiting() -> None:
         now_s = 1.0
         closing = calls(running.stub, held[0].call())["CloseEpisode"]
         await closing(metadata=bearer("alice"))
-        assert await held[0].stream.read() and await held[0].stream.read() is grpc.aio.EOF
+        assert (await held[0].stream.read()).HasField("closed")
+        assert await held[0].stream.code() is grpc.StatusCode.OK
         await opened(running, "alice")
 
 
