@@ -15,6 +15,7 @@ from harness_sdk.types import Limits, Message, SamplingOptions, Turn
 from rollout_service.chat import ChatRenderer, ChatTokenizer
 from rollout_service.engine.base import Engine
 from rollout_service.engine.vllm import VllmEngine
+from rollout_service.garbage import seldom_collected
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
 
 _TIMED = "benchmarks.vllm_engine.timed"
@@ -131,12 +132,15 @@ async def running(
     stats = engine.stats()
     say(f"engine is up: {stats.tokens_capacity} tokens, pages of {engine.info.page_tokens}")
     try:
-        yield World(
+        world = World(
             scale=scale,
             engine=engine,
             chat=ChatRenderer(ChatTokenizer.load(folder)),
             texts=Texts(folder),
         )
+        # As the service's process does.
+        with seldom_collected():
+            yield world
     finally:
         await engine.close()
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from rollout_service.garbage import seldom_collected
 from trainer_service.garbage import loaded_is_kept
 
 
@@ -27,3 +28,12 @@ def test_what_is_loaded_is_passed_over_until_the_end() -> None:
         raise ValueError("a step failed")
     gc.collect()
     assert (gc.get_freeze_count(), before()) == (0, None)
+
+
+def test_a_service_collects_seldom_while_it_serves() -> None:
+    before, kept = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(ValueError, match="turn"), seldom_collected():
+        assert gc.get_threshold() == (20_000, *before[1:])
+        assert gc.get_freeze_count() > kept + 1000
+        raise ValueError("a turn failed")
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
