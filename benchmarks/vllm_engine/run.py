@@ -81,6 +81,8 @@ class Run:
             await self.measure("load", lambda: agent_load.agent_load(world, self.report))
             await self.measure("decode", lambda: agent_load.decode(world, self.report))
             await world.engine.forget_all()
+            # The load's sessions have a budget of their own, too small for long contexts.
+            world.sessions = world.new_sessions(world.engine)
             for name, measure in (
                 # Forks come last: a rewind would end them each time.
                 ("rewind", branching.rewind),
