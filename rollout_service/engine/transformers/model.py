@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 from harness_sdk.errors import ConfigError
 from rollout_service.cursors import Cursor
+from rollout_service.engine.head import head_logits
 from rollout_service.engine.mount_layers import choose_mount_layers
 from rollout_service.engine.transformers.mixers import MIXERS, install_mixer
 from rollout_service.engine.transformers.precision import min_rows
@@ -173,13 +174,8 @@ class StripModel:
         """Hidden states times the output embedding, in `head_dtype`."""
         if self.head_dtype == hidden.dtype:
             return self._head(hidden)
-        weight, bias = self._head.weight, self._head.bias
-        if self.device.type == "cuda":
-            # Writes its float32 sums out: no wide copy of the weight.
-            logits = torch.mm(hidden, weight.t(), out_dtype=self.head_dtype)
-        else:
-            logits = hidden.to(self.head_dtype) @ weight.to(self.head_dtype).t()
-        return logits if bias is None else logits + bias
+        logits = head_logits(hidden, self._head.weight, self.head_dtype)
+        return logits if self._head.bias is None else logits + self._head.bias
 
 
 def model_hash(path: str) -> str:

@@ -153,6 +153,10 @@ GPUWorker: Any = find_seam(
 )
 all_gather: Any = find_seam("vllm.distributed:tensor_model_parallel_all_gather", call="input_ dim")
 num_ranks: Any = find_seam("vllm.distributed:get_tensor_model_parallel_world_size")
+LogitsProcessor: Any = find_seam(
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor",
+    _apply_head="lm_head hidden_states embedding_bias",
+)
 LogitsProcessorWithLoRA: Any = find_seam(
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA", "_get_logits"
 )

@@ -6,10 +6,12 @@ Runs where the model is; `worker_cls` names the class for the platform.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from rollout_service.engine.head import head_logits
 from rollout_service.engine.vllm.groups import is_recurrent
 from rollout_service.engine.vllm.launch import POOL_KEY, Pool
 from rollout_service.engine.vllm.lora import served_checksums
@@ -17,6 +19,7 @@ from rollout_service.engine.vllm.rows import PackedRows
 from rollout_service.engine.vllm.runner import CursorRunner
 from rollout_service.engine.vllm.seams import (
     GPUWorker,
+    LogitsProcessor,
     adopt,
     all_gather,
     find_seam,
@@ -90,6 +93,13 @@ def _cpu_worker() -> type:
     class CursorCPURunner(CursorRunner, runner_base):
         """`CursorRunner` over the CPU's."""
 
+        def load_model(self, *args: Any, **options: Any) -> None:
+            """With an output head that widens its weight a block at a time, not whole each step."""
+            super().load_model(*args, **options)
+            for module in self.get_model().modules():
+                if isinstance(module, LogitsProcessor):
+                    module._apply_head = partial(_apply_head, module)
+
         def _make_copier(self, regions: list[Tensor], groups: list[GroupCaches]) -> StepCopier:
             layers = self.compilation_config.static_forward_context.values()
             isa = next(layer.isa for layer in layers if hasattr(layer, "isa"))
@@ -129,6 +139,12 @@ def _cpu_worker() -> type:
             return self.octopus_pool_bytes() or available
 
     return CursorCPUWorker
+
+
+def _apply_head(processor: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Any) -> Tensor:
+    if embedding_bias is not None or processor.head_dtype in (None, hidden_states.dtype):
+        return LogitsProcessor._apply_head(processor, lm_head, hidden_states, embedding_bias)
+    return head_logits(hidden_states, lm_head.weight, processor.head_dtype)
 
 
 def __getattr__(name: str) -> Any:
