@@ -197,8 +197,9 @@ def _draw_panel(axes: Any, panel: Panel, by_run: Mapping[tuple[str, int], list[R
 
 
 def _points(run: Sequence[Row]) -> Iterator[Row]:
-    """Means over windows of steps; the tokens and seconds are those at the window's end."""
-    for begin in range(0, len(run) - _WINDOW + 1, _WINDOW):
+    """Means over windows of steps, the last of what is left; tokens and seconds are those at the
+    window's end."""
+    for begin in range(0, len(run), _WINDOW):
         window = run[begin : begin + _WINDOW]
         last = window[-1]
         yield {
