@@ -6,10 +6,11 @@ Knows the methods of the wire, nothing of episodes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -159,9 +160,12 @@ class Rpc:
         call = self._channel.unary_stream(
             method.path, method.request.SerializeToString, method.reply.FromString
         )(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        # Left open, it and the call hold each other until a full collection.
+        messages = cast("AsyncGenerator[R, None]", aiter(call))
         try:
-            async for reply in call:
-                yield reply
+            async with contextlib.aclosing(messages):
+                async for reply in messages:
+                    yield reply
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         except asyncio.CancelledError:

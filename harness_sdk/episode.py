@@ -309,9 +309,11 @@ class Episode:
 
     async def _stop_watching(self) -> None:
         self._session.close()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
+        # Its end holds the frames that lead back to this episode.
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.wait([watcher])
 
 
 class _Scope:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 
+import grpc.aio
 import pytest
 
 from harness_sdk import (
@@ -162,6 +165,31 @@ async def test_episode_closed_by_the_service_is_told_as_such(
             await asyncio.sleep(0.05)
             await episode.root.generate("x")
     assert server.of("CloseEpisode") == []
+
+
+async def test_a_closed_episode_keeps_no_call_for_the_collector(
+    server: ScriptedServer, client: OctopusClient
+) -> None:
+    """A full collection is rare in a large process, and a call holds its messages."""
+
+    def num_calls() -> int:
+        return sum(isinstance(each, grpc.aio.UnaryStreamCall) for each in gc.get_objects())
+
+    gc.collect()
+    # Those of earlier tests, whose loops are gone.
+    before = num_calls()
+    gc.disable()
+    try:
+        async with client.episode() as episode:
+            server.turns["root"] = [reply(text="x"), Hang()]
+            await episode.root.generate("x")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await episode.root.generate("y")
+            assert num_calls() > before
+        await until(lambda: num_calls() <= before)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("method", ["OpenEpisode", "Generate", "Done"])
