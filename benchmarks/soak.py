@@ -1,8 +1,9 @@
 """`python -m benchmarks.soak`: hundreds of episodes at a time on a tiny model, with faults.
 
-The service and Valkey are processes of their own. Turns are cancelled, clients vanish, Valkey is
-killed. Afterwards: each opened episode has one record, nothing is held, and neither the latency of
-a turn nor the service's memory has grown. Ends with 1 where one of these does not hold.
+The service and Valkey are processes of their own; this one is the agents'. Turns are cancelled,
+clients vanish, Valkey is killed. Afterwards: each opened episode has one record, nothing is held,
+and neither the latency of a turn nor the memory of service and agents has grown. Ends with 1 where
+one of these does not hold, or where too few turns were taken to tell.
 """
 
 from __future__ import annotations
@@ -17,29 +18,34 @@ import signal
 import statistics
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import redis.asyncio
-
-from benchmarks.tree_training.hardware import hardware
 from harness_sdk import OctopusClient, SamplingOptions, control
 from harness_sdk.cli.embedded import ValkeyServer
 from harness_sdk.cli.processes import free_port, spawn, stop
 from harness_sdk.errors import HarnessError
 from harness_sdk.record import record_from_bytes
+from harness_sdk.redis_client import redis_client
 from harness_sdk.thread import Thread
 from harness_sdk.types import ServerStatus
 
 RUN = "soak"
 MAX_SLOPE_MB_PER_MIN = 1.0
 MAX_LATENCY_RATIO = 1.25
+MIN_TURNS = 1000
+"""In each of the two windows whose 99th percentiles are compared: ten above it."""
 _SAMPLING = SamplingOptions(max_tokens=8, temperature=1.0)
 _SETTLE_S = 60.0
+_LAG_S = 0.1
+_READ = 256
+"""Records at a time: their answer must come within the client's patience."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +70,14 @@ class SoakOptions:
 class Tally:
     """What happened."""
 
-    turns: list[tuple[float, float]] = field(default_factory=list)
-    """When each ended, in seconds from the start, and how long it took."""
-    memory: list[tuple[float, float]] = field(default_factory=list)
-    """The service's RSS in MB, by seconds from the start."""
+    turn_ends: array[float] = field(default_factory=lambda: array("d"))
+    """When each turn ended, in seconds from the start."""
+    turn_seconds: array[float] = field(default_factory=lambda: array("d"))
+    """How long it took."""
+    memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """RSS in MB by seconds from the start, of each process."""
+    lags: array[float] = field(default_factory=lambda: array("d"))
+    """How much later than asked the agents' event loop came back: a part of every turn's time."""
     entries: set[str] = field(default_factory=set)
     """What agents were told is stored."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -84,13 +94,21 @@ class SoakReport:
     turns: int
     failed: dict[str, int]
     valkey_kills: int
+    turns_start: int
     turn_p50_start: float
-    turn_p50_end: float
     turn_p99_start: float
+    """Of the turns that ended in the fifth of the time behind the first tenth, the warm-up."""
+    turns_end: int
+    turn_p50_end: float
     turn_p99_end: float
-    memory_start: float
-    memory_end: float
-    memory_slope_per_min: float
+    """Of those in the last fifth."""
+    client_lag_p99: float
+    """Of the agents' own event loop, in every turn's time."""
+    memory_start: dict[str, float]
+    memory_end: dict[str, float]
+    memory_slope_per_min: dict[str, float]
+    """By regression over the last two thirds of the time, of each process. Valkey's holds the
+    stream, which nothing trims here."""
     lost: int
     """Opened episodes without a record, and told entries that are not in the stream."""
     duplicated: int
@@ -105,9 +123,12 @@ class SoakReport:
             found.append(f"{self.lost} records lost, {self.duplicated} duplicated")
         if any(self.held.values()):
             found.append(f"held at the end: {self.held}")
-        if self.memory_slope_per_min > MAX_SLOPE_MB_PER_MIN:
-            found.append(f"memory grows by {self.memory_slope_per_min:.2f} MB a minute")
-        if self.turn_p99_end > MAX_LATENCY_RATIO * self.turn_p99_start:
+        for name in ("service", "agents"):
+            if (slope := self.memory_slope_per_min[name]) > MAX_SLOPE_MB_PER_MIN:
+                found.append(f"memory of the {name} grows by {slope:.2f} MB a minute")
+        if min(self.turns_start, self.turns_end) < MIN_TURNS:
+            found.append(f"{self.turns_start} turns, then {self.turns_end}: too few for their p99")
+        elif self.turn_p99_end > MAX_LATENCY_RATIO * self.turn_p99_start:
             found.append(f"p99 of a turn {self.turn_p99_start:.2f} s, then {self.turn_p99_end:.2f}")
         return found
 
@@ -128,7 +149,8 @@ async def soak(options: SoakOptions, folder: Path, model: Path) -> SoakReport:
                     client = clients[number % len(clients)]
                     tasks.create_task(_play(client, rng, options, tally, began_s))
                 tasks.create_task(_kill_valkey(valkey, options, tally, began_s))
-                tasks.create_task(_watch_memory(process.pid, options, tally, began_s))
+                tasks.create_task(_watch_memory(process.pid, valkey, options, tally, began_s))
+                tasks.create_task(_watch_lag(options, tally, began_s))
             status = await _settled(clients[0])
         lost, duplicated = await _compare(valkey.url, tally, status)
     return _report(options, tally, status, lost, duplicated)
@@ -191,24 +213,28 @@ async def _episode(
 
         async def turn(thread: Thread, text: str = "") -> None:
             started_s = time.monotonic()
-            if rng.random() < options.cancelled:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(rng.uniform(0, 0.05)):
-                        await thread.generate(text or ())
-                return
             await thread.generate(text or ())
             ended_s = time.monotonic()
-            tally.turns.append((ended_s - began_s, ended_s - started_s))
+            tally.turn_ends.append(ended_s - began_s)
+            tally.turn_seconds.append(ended_s - started_s)
 
-        await root.generate("Where is it?")
+        async def turn_or_less(thread: Thread) -> None:
+            if rng.random() >= options.cancelled:
+                await turn(thread)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(rng.uniform(0, 0.05)):
+                        await thread.generate()
+
+        await turn(root, "Where is it?")
         children = list((await root.fork({"a": "Left.", "b": "Right."})).values())
         # The second one is read below: it takes its turns.
-        await asyncio.gather(turn(children[0]), children[1].generate())
+        await asyncio.gather(turn_or_less(children[0]), turn(children[1]))
         if leaves:
             raise _Vanished
-        await children[1].generate()
+        await turn(children[1])
         await root.read_thread(children[1], (0, 1))
-        await turn(root)
+        await turn_or_less(root)
         await root.done("there")
         tally.entries.add((await episode.close(reward=1.0)).entry_id)
 
@@ -228,12 +254,26 @@ async def _kill_valkey(
         tally.kills += 1
 
 
-async def _watch_memory(pid: int, options: SoakOptions, tally: Tally, began_s: float) -> None:
+async def _watch_memory(
+    service: int, valkey: ValkeyServer, options: SoakOptions, tally: Tally, began_s: float
+) -> None:
     while (now_s := time.monotonic() - began_s) < options.seconds:
-        status = Path(f"/proc/{pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-        tally.memory.append((now_s, int(line.split()[1]) / 1024))
+        assert valkey.process is not None
+        pids = {"service": service, "agents": os.getpid(), "valkey": valkey.process.pid}
+        for name, pid in pids.items():
+            # Valkey has just been killed, perhaps.
+            with contextlib.suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                line = next(line for line in lines if line.startswith("VmRSS"))
+                tally.memory.setdefault(name, []).append((now_s, int(line.split()[1]) / 1024))
         await asyncio.sleep(min(1.0, options.seconds / 20))
+
+
+async def _watch_lag(options: SoakOptions, tally: Tally, began_s: float) -> None:
+    while time.monotonic() - began_s < options.seconds:
+        asked_s = time.monotonic() + _LAG_S
+        await asyncio.sleep(_LAG_S)
+        tally.lags.append(time.monotonic() - asked_s)
 
 
 async def _settled(client: OctopusClient) -> ServerStatus:
@@ -249,10 +289,15 @@ async def _settled(client: OctopusClient) -> ServerStatus:
 
 async def _compare(url: str, tally: Tally, status: ServerStatus) -> tuple[int, int]:
     """Records lost, and duplicated by something else than Valkey's end."""
-    async with redis.asyncio.Redis.from_url(url) as client:
-        entries: Any = await client.xrange(control.episodes_key(RUN))
-    found = {entry.decode(): record_from_bytes(fields[b"record"]) for entry, fields in entries}
-    episodes = Counter(record.episode_id for record in found.values())
+    found: dict[str, str] = {}
+    """Episodes by entry."""
+    async with redis_client(url) as client:
+        after = "-"
+        while entries := await client.xrange(control.episodes_key(RUN), min=after, count=_READ):
+            for entry, fields in entries:
+                found[entry.decode()] = record_from_bytes(fields[b"record"]).episode_id
+            after = f"({entries[-1][0].decode()}"
+    episodes = Counter(found.values())
     missing = len(tally.entries - set(found))
     unwritten = int(status.metrics["episodes/opened"]) - len(episodes)
     # At each end at most one send is stored and not answered.
@@ -263,12 +308,13 @@ async def _compare(url: str, tally: Tally, status: ServerStatus) -> tuple[int, i
 def _report(
     options: SoakOptions, tally: Tally, status: ServerStatus, lost: int, duplicated: int
 ) -> SoakReport:
-    first, last = options.seconds * 0.2, options.seconds * 0.8
-    start = [took for at, took in tally.turns if at < first]
-    end = [took for at, took in tally.turns if at > last]
+    start = _turns_between(tally, options.seconds * 0.1, options.seconds * 0.3)
+    end = _turns_between(tally, options.seconds * 0.8, options.seconds)
     # Allocators take a while until they have what they need.
-    warm = [(at / 60, mb) for at, mb in tally.memory if at > options.seconds / 3]
-    slope = statistics.linear_regression(*zip(*warm, strict=True)).slope
+    warm = {
+        name: [(at / 60, mb) for at, mb in points if at > options.seconds / 3]
+        for name, points in tally.memory.items()
+    }
     held: dict[str, float] = {
         "episodes": status.open_episodes,
         "queued": status.queued_episodes,
@@ -280,25 +326,44 @@ def _report(
     return SoakReport(
         seconds=options.seconds,
         episodes=int(status.metrics["episodes/opened"]),
-        turns=len(tally.turns),
+        turns=len(tally.turn_ends),
         failed=dict(tally.failed),
         valkey_kills=tally.kills,
+        turns_start=len(start),
         turn_p50_start=_quantile(start, 0.5),
-        turn_p50_end=_quantile(end, 0.5),
         turn_p99_start=_quantile(start, 0.99),
+        turns_end=len(end),
+        turn_p50_end=_quantile(end, 0.5),
         turn_p99_end=_quantile(end, 0.99),
-        memory_start=warm[0][1],
-        memory_end=warm[-1][1],
-        memory_slope_per_min=slope,
+        client_lag_p99=_quantile(tally.lags, 0.99),
+        memory_start={name: points[0][1] for name, points in warm.items()},
+        memory_end={name: points[-1][1] for name, points in warm.items()},
+        memory_slope_per_min={
+            name: statistics.linear_regression(*zip(*points, strict=True)).slope
+            for name, points in warm.items()
+        },
         lost=lost,
         duplicated=duplicated,
         held=held,
     )
 
 
+def _turns_between(tally: Tally, begin_s: float, end_s: float) -> list[float]:
+    """Seconds of the turns that ended then."""
+    both = zip(tally.turn_ends, tally.turn_seconds, strict=True)
+    return [took for at, took in both if begin_s < at <= end_s]
+
+
 def _quantile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _save_model(folder: Path) -> Path:
+    from tests.chat_tokenizers import VOCAB_SIZE, save_chat_tokenizer
+    from tests.tiny_models import save_tiny_model
+
+    return save_chat_tokenizer(save_tiny_model(folder, "qwen3_5", vocab_size=VOCAB_SIZE))
 
 
 def main() -> int:
@@ -309,13 +374,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     args = parser.parse_args()
-    from tests.chat_tokenizers import VOCAB_SIZE, save_chat_tokenizer
-    from tests.tiny_models import save_tiny_model
-
     options = SoakOptions(seconds=args.minutes * 60, episodes=args.episodes, seed=args.seed)
     with TemporaryDirectory() as folder:
-        model = save_tiny_model(Path(folder) / "model", "qwen3_5", vocab_size=VOCAB_SIZE)
-        report = asyncio.run(soak(options, Path(folder), save_chat_tokenizer(model)))
+        # Elsewhere: agents import no torch, and their memory is measured.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            model = pool.submit(_save_model, Path(folder) / "model").result()
+        report = asyncio.run(soak(options, Path(folder), model))
+    from benchmarks.tree_training.hardware import hardware
+
     data = {**hardware("cpu"), **asdict(report)}
     sys.stdout.write(json.dumps(data, indent=2) + "\n")
     if args.out is not None:

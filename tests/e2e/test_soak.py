@@ -29,16 +29,21 @@ async def test_seconds_of_faults_lose_nothing_and_leave_nothing(tmp_path: Path) 
 
 def test_each_fault_is_named() -> None:
     good = SoakReport(
-        seconds=60.0, episodes=9, turns=30, failed={}, valkey_kills=1, turn_p50_start=0.1,
-        turn_p50_end=0.1, turn_p99_start=0.4, turn_p99_end=0.5, memory_start=300.0,
-        memory_end=300.5, memory_slope_per_min=0.5, lost=0, duplicated=0, held={"cursors": 0},
+        seconds=60.0, episodes=9, turns=9000, failed={}, valkey_kills=1, turns_start=2000,
+        turn_p50_start=0.1, turn_p99_start=0.4, turns_end=2000, turn_p50_end=0.1, turn_p99_end=0.5,
+        client_lag_p99=0.01, memory_start={"service": 300.0, "agents": 90.0},
+        memory_end={"service": 300.5, "agents": 90.0},
+        memory_slope_per_min={"service": 0.5, "agents": 0.0, "valkey": 9.0},
+        lost=0, duplicated=0, held={"cursors": 0},
     )  # fmt: skip
     assert not good.faults()
     for change in (
         {"lost": 1},
         {"duplicated": 1},
         {"held": {"cursors": 2}},
-        {"memory_slope_per_min": 1.5},
+        {"memory_slope_per_min": {"service": 1.5, "agents": 0.0}},
+        {"memory_slope_per_min": {"service": 0.5, "agents": 1.5}},
+        {"turns_end": 900},
         {"turn_p99_end": 0.6},
     ):
         assert len(replace(good, **change).faults()) == 1, change  # type: ignore[arg-type]
