@@ -15,9 +15,9 @@ from harness_sdk.errors import ConfigError
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.records_file import read_records
 from harness_sdk.types import StopReason
-from trainer_service.config import BatchOptions
 from trainer_service.groups import Group, Scored, outcome
 from trainer_service.origin import Origin
+from trainer_service.sections import BatchOptions
 from trainer_service.stream import EpisodeStream
 
 READ_BLOCK_S = 0.5

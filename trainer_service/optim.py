@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from harness_sdk.errors import ConfigError
-from trainer_service.config import OptimOptions
+from trainer_service.sections import OptimOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,9 @@ from tests.trainer_process import run_trainer
 from tests.trainer_ranks import run_ranks
 from tests.trainer_runs import run_config
 from tests.valkey import embedded_valkey
-from trainer_service.config import RanksOptions, TrainerConfig
+from trainer_service.config import TrainerConfig
 from trainer_service.metrics import read_metrics
+from trainer_service.sections import RanksOptions
 from trainer_service.stream import RedisLink
 
 GROUP_SIZE, NUM_STEPS = 3, 3

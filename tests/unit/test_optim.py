@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harness_sdk.errors import ConfigError
-from trainer_service.config import OptimOptions
 from trainer_service.optim import Optimizer, lr_factor
+from trainer_service.sections import OptimOptions
 
 
 def _parameter() -> torch.nn.Parameter:

@@ -14,10 +14,10 @@ from harness_sdk.trajectories.tokenizers import ByteTokenizer, FileTokenizer
 from rollout_service.chat import ChatRenderer, ChatTokenizer
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.records import small_record
-from trainer_service.config import BatchOptions
 from trainer_service.feed import FileFeed
 from trainer_service.origin import Origin, RefusedRecord, tokenizer_hashes
 from trainer_service.parsing import parse_record
+from trainer_service.sections import BatchOptions
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 

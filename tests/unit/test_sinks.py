@@ -15,7 +15,8 @@ import pytest
 
 from harness_sdk.errors import ConfigError
 from harness_sdk.exposition import exposed, metric_name
-from trainer_service.config import RedisOptions, TrainerConfig
+from trainer_service.config import TrainerConfig
+from trainer_service.sections import RedisOptions
 from trainer_service.sinks import open_sinks, opened_sinks
 
 

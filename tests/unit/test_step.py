@@ -19,7 +19,7 @@ from tests.random_records import random_record
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
 from trainer_service.advantages import estimate
-from trainer_service.config import GROUP_OBJECTIVES, OBJECTIVE_NAMES, LossOptions, TrainerConfig
+from trainer_service.config import GROUP_OBJECTIVES, OBJECTIVE_NAMES, TrainerConfig
 from trainer_service.dag import pack_episodes
 from trainer_service.feed import Batch
 from trainer_service.groups import Group, Scored
@@ -29,6 +29,7 @@ from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.policy import LoraOptions, Policy
 from trainer_service.run_state import probe_tokens
+from trainer_service.sections import LossOptions
 from trainer_service.share import split_episodes
 from trainer_service.step import train_step
 from trainer_service.strip import Strip
