@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import BranchResult, Limits, Message, SamplingOptions, Turn
 from rollout_service.chat import ChatRenderer
-from rollout_service.cursors import Cursor, child_cursor
-from rollout_service.engine.base import Engine, EngineStats, Generated, SampledToken
-from rollout_service.engine.dry import DryEngine
+from rollout_service.cursors import Cursor
+from rollout_service.engine.base import Engine, EngineStats
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
 from rollout_service.sessions.episode import Episode
 from rollout_service.sessions.replies import WaitReply
 from tests.chat_tokenizers import chat_tokenizer
+from tests.turn_engine import TurnEngine
 
 CHAT = ChatRenderer(chat_tokenizer(), preamble="compact")
 ALL = ("fork", "rewind", "read_thread", "wait", "done")
@@ -42,7 +42,7 @@ class MemorySink:
         return f"{len(self.records)}-0"
 
 
-class ScriptedEngine(DryEngine):
+class ScriptedEngine(TurnEngine):
     """A dry engine that samples what the test wrote, one token after the other."""
 
     def __init__(self, **options: Any) -> None:
@@ -55,41 +55,20 @@ class ScriptedEngine(DryEngine):
         self.failure: Exception | None = None
         self.kv_use: float | None = None
         self.is_serving = True
-        self.last_sampling: SamplingOptions | None = None
         self.evicted: list[Cursor] = []
 
-    async def generate(
-        self,
-        parent: Cursor,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingOptions,
-        *,
-        stop_token_ids: frozenset[int],
-        policy_version: int,
-    ) -> AsyncIterator[SampledToken | Generated]:
-        self.last_sampling = sampling
-        ids: list[int] = []
+    async def tokens(
+        self, parent: Cursor, sampling: SamplingOptions, stop_token_ids: frozenset[int]
+    ) -> AsyncGenerator[int, None]:
         for token_id in list(self.scripts.popleft())[: sampling.max_tokens]:
-            ids.append(token_id)
-            yield SampledToken(token_id=token_id, logprob=-0.5)
+            yield token_id
             self.sampling.set()
             if self.failure is not None:
                 raise self.failure
             if self.gate is not None:
                 await self.gate.wait()
             if token_id in stop_token_ids:
-                break
-        cursor = child_cursor(
-            parent,
-            (*prompt_token_ids, *ids),
-            mounts=parent.mounts,
-            policy_version=policy_version,
-            sampled=(False,) * len(prompt_token_ids) + (True,) * len(ids),
-            sampled_logprobs=(-0.5,) * len(ids),
-        )
-        self._resident.add(cursor)
-        reason = "stop" if ids[-1] in stop_token_ids else "length"
-        yield Generated(cursor=cursor, finish_reason=reason)
+                return
 
     async def evict(self, cursors: Sequence[Cursor]) -> None:
         self.evicted += cursors

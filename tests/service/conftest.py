@@ -1,4 +1,4 @@
-"""Model folders and engines shared by the service tests."""
+"""Model folders, engines and servers shared by the service tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness_sdk.cli.embedded import ValkeyServer
 from tests.chat_tokenizers import VOCAB_SIZE, save_chat_tokenizer
 from tests.engine_cases import ENGINES, MakeEngine, Play, sharp_model
 from tests.reference import Reference
@@ -33,6 +34,15 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny hybrid model with a ChatML tokenizer."""
     folder = save_tiny_model(tmp_path_factory.mktemp("chat"), "qwen3_5", vocab_size=VOCAB_SIZE)
     return save_chat_tokenizer(folder)
+
+
+@pytest.fixture
+async def valkey(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
+    """A server of the test's own, which it may stop and start again."""
+    server = ValkeyServer(tmp_path / "valkey")
+    await server.start()
+    yield server
+    await server.stop()
 
 
 @pytest.fixture

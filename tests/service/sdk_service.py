@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.types import SamplingOptions
 from rollout_service.chat import ChatRenderer
-from rollout_service.cursors import Cursor, child_cursor
-from rollout_service.engine.base import Engine, Generated, SampledToken
-from rollout_service.engine.dry import DRY_INFO, DryEngine
+from rollout_service.cursors import Cursor
+from rollout_service.engine.base import Engine
+from rollout_service.engine.dry import DRY_INFO
 from rollout_service.rpc import serve
 from rollout_service.sessions import SessionOptions, Sessions
 from tests.chat_tokenizers import chat_tokenizer
+from tests.turn_engine import TurnEngine
 
 Script = Callable[[str], str | None]
 """What the model replies to the text it sees; None never ends."""
@@ -31,7 +32,7 @@ def calls(*named: tuple[str, dict[str, Any]]) -> str:
     )
 
 
-class ScriptedEngine(DryEngine):
+class ScriptedEngine(TurnEngine):
     """The dry engine with a model: a function from what it sees to what it says.
 
     A turn whose script is None yields one token a centisecond, without end.
@@ -49,15 +50,9 @@ class ScriptedEngine(DryEngine):
         self._chat = chat
         self._script = script
 
-    async def generate(  # type: ignore[override]
-        self,
-        parent: Cursor,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingOptions,
-        *,
-        stop_token_ids: frozenset[int],
-        policy_version: int,
-    ) -> AsyncGenerator[SampledToken | Generated, None]:
+    async def tokens(
+        self, parent: Cursor, sampling: SamplingOptions, stop_token_ids: frozenset[int]
+    ) -> AsyncGenerator[int, None]:
         """One scripted turn."""
         text = self._chat.tokenizer.decode([t for c in parent.path() for t in c.token_ids])
         mounted = [m.source.token_ids[m.begin : m.end] for m in parent.mounts]
@@ -68,24 +63,12 @@ class ScriptedEngine(DryEngine):
         try:
             while reply is None:
                 await asyncio.sleep(0.01)
-                yield SampledToken(token_id=65, logprob=-1.0)
-            ids = self._chat.reply(reply)[: sampling.max_tokens]
-            for token_id in ids:
+                yield 65
+            for token_id in self._chat.reply(reply)[: sampling.max_tokens]:
                 await asyncio.sleep(self.pause_s)
-                yield SampledToken(token_id=token_id, logprob=-0.5)
+                yield token_id
         finally:
             self.running_turns -= 1
-        cursor = child_cursor(
-            parent,
-            (*prompt_token_ids, *ids),
-            mounts=parent.mounts,
-            policy_version=policy_version,
-            sampled=(False,) * len(prompt_token_ids) + (True,) * len(ids),
-            sampled_logprobs=(-0.5,) * len(ids),
-        )
-        self._resident.add(cursor)
-        stopped = ids[-1] in stop_token_ids
-        yield Generated(cursor=cursor, finish_reason="stop" if stopped else "length")
 
 
 @dataclass

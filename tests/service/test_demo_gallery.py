@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,6 @@ RUN = "gallery"
 
 
 @pytest.fixture
-async def valkey(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "valkey")
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bytes]:
     """What reached the gallery."""
     found: asyncio.Queue[bytes] = asyncio.Queue()
@@ -33,8 +23,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bytes]:
     return found
 
 
-async def send(server: ValkeyServer, data: bytes) -> None:
-    async with redis.asyncio.Redis.from_url(server.url) as client:
+async def send(valkey: ValkeyServer, data: bytes) -> None:
+    async with redis.asyncio.Redis.from_url(valkey.url) as client:
         await client.xadd(episodes_key(RUN), {RECORD_FIELD: data})
 
 

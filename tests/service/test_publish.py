@@ -37,13 +37,10 @@ async def broker() -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def link(tmp_path: Path) -> AsyncIterator[RedisLink]:
-    server = ValkeyServer(tmp_path / "valkey")
-    await server.start()
-    link = RedisLink(server.url)
+async def link(valkey: ValkeyServer) -> AsyncIterator[RedisLink]:
+    link = RedisLink(valkey.url)
     yield link
     await link.close()
-    await server.stop()
 
 
 def _config(**publish: object) -> TrainerConfig:

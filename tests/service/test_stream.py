@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +45,14 @@ def _record(number: int, num_tokens: int = 50) -> EpisodeRecord:
     )  # fmt: skip
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "valkey")
-    await server.start()
-    yield server
-    await server.stop()
-
-
 def _connect(url: str) -> Any:
     return redis.asyncio.Redis.from_url(url, protocol=2)
 
 
-async def _kill(server: ValkeyServer) -> None:
-    assert server.process is not None
-    os.kill(server.process.pid, signal.SIGKILL)
-    assert await server.process.wait() == -signal.SIGKILL
+async def _kill(valkey: ValkeyServer) -> None:
+    assert valkey.process is not None
+    os.kill(valkey.process.pid, signal.SIGKILL)
+    assert await valkey.process.wait() == -signal.SIGKILL
 
 
 async def _episodes(url: str) -> list[tuple[str, str]]:
@@ -73,22 +64,22 @@ async def _episodes(url: str) -> list[tuple[str, str]]:
     ]
 
 
-async def test_killed_server_loses_no_episode(server: ValkeyServer) -> None:
-    async with EpisodeStream(server.url, RUN) as stream:
+async def test_killed_server_loses_no_episode(valkey: ValkeyServer) -> None:
+    async with EpisodeStream(valkey.url, RUN) as stream:
         first = [await stream.write(_record(number)) for number in range(20)]
         writes = [asyncio.create_task(stream.write(_record(number))) for number in range(20, 60)]
         # Somewhere inside the burst.
         while stream.num_sent < 30:
             await asyncio.sleep(0)
-        await _kill(server)
+        await _kill(valkey)
         late = [asyncio.create_task(stream.write(_record(number))) for number in range(60, 80)]
         await asyncio.sleep(0.2)
         assert not late[0].done()
-        await server.start()
+        await valkey.start()
         entry_ids = first + await asyncio.gather(*writes, *late)
         assert stream.num_retries > 0
         assert stream.buffered_bytes == 0
-    stored = await _episodes(server.url)
+    stored = await _episodes(valkey.url)
     assert {episode for _, episode in stored} == {f"episode-{number}" for number in range(80)}
     # What was acknowledged to the caller is there under the id that it was told.
     assert set(zip(entry_ids, (f"episode-{number}" for number in range(80)), strict=True)) <= set(
@@ -96,10 +87,10 @@ async def test_killed_server_loses_no_episode(server: ValkeyServer) -> None:
     )
 
 
-async def test_trim_keeps_everything_that_is_not_acknowledged(server: ValkeyServer) -> None:
+async def test_trim_keeps_everything_that_is_not_acknowledged(valkey: ValkeyServer) -> None:
     async with (
-        EpisodeStream(server.url, RUN, trim_every=1000) as stream,
-        _connect(server.url) as client,
+        EpisodeStream(valkey.url, RUN, trim_every=1000) as stream,
+        _connect(valkey.url) as client,
     ):
         ids = [await stream.write(_record(number)) for number in range(10)]
         assert await stream.trim() == 0
@@ -108,21 +99,21 @@ async def test_trim_keeps_everything_that_is_not_acknowledged(server: ValkeyServ
         await client.xack(KEY, "trainer", *ids[:2], ids[4])
         # Entry 2 is still pending: 3 to 9 stay, whatever was acknowledged after it.
         assert await stream.trim() == 2
-        assert [entry_id for entry_id, _ in await _episodes(server.url)] == ids[2:]
+        assert [entry_id for entry_id, _ in await _episodes(valkey.url)] == ids[2:]
         await client.xgroup_create(KEY, "slow", id="0")
         await client.xack(KEY, "trainer", ids[2], ids[3], ids[5])
         assert await stream.trim() == 0
         await client.xgroup_destroy(KEY, "slow")
         assert await stream.trim() == 3
-        assert [entry_id for entry_id, _ in await _episodes(server.url)] == ids[5:]
-        state = await read_stream_state(server.url, RUN)
+        assert [entry_id for entry_id, _ in await _episodes(valkey.url)] == ids[5:]
+        state = await read_stream_state(valkey.url, RUN)
         assert (state.length, state.pending, state.undelivered, state.dead) == (5, 0, 4, 0)
 
 
-async def test_stream_trims_while_it_writes(server: ValkeyServer) -> None:
+async def test_stream_trims_while_it_writes(valkey: ValkeyServer) -> None:
     async with (
-        EpisodeStream(server.url, RUN, trim_every=5) as stream,
-        _connect(server.url) as client,
+        EpisodeStream(valkey.url, RUN, trim_every=5) as stream,
+        _connect(valkey.url) as client,
     ):
         await client.xgroup_create(KEY, "trainer", id="0", mkstream=True)
         for number in range(20):
@@ -132,28 +123,28 @@ async def test_stream_trims_while_it_writes(server: ValkeyServer) -> None:
         assert await client.xlen(KEY) < 10
 
 
-async def test_full_buffer_holds_writers_back_until_redis_returns(server: ValkeyServer) -> None:
-    await _kill(server)
-    async with EpisodeStream(server.url, RUN, max_buffered_bytes=1000) as stream:
+async def test_full_buffer_holds_writers_back_until_redis_returns(valkey: ValkeyServer) -> None:
+    await _kill(valkey)
+    async with EpisodeStream(valkey.url, RUN, max_buffered_bytes=1000) as stream:
         writes = [asyncio.create_task(stream.write(_record(number))) for number in range(40)]
         await asyncio.sleep(0.1)
         assert 0 < stream.buffered_bytes <= 1000
         # A caller that gives up takes nothing back.
         writes[0].cancel()
         writes[39].cancel()
-        await server.start()
+        await valkey.start()
         await asyncio.gather(*writes[1:39])
-    assert {episode for _, episode in await _episodes(server.url)} == {
+    assert {episode for _, episode in await _episodes(valkey.url)} == {
         f"episode-{number}" for number in range(40)
     }
 
 
 async def test_stream_that_closes_without_redis_sends_at_the_next_start(
-    server: ValkeyServer, tmp_path: Path
+    valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     spill = tmp_path / "replica" / "unsent.records"
-    await _kill(server)
-    stream = EpisodeStream(server.url, RUN, spill_path=spill)
+    await _kill(valkey)
+    stream = EpisodeStream(valkey.url, RUN, spill_path=spill)
     await stream.start()
     write = asyncio.create_task(stream.write(_record(7)))
     await asyncio.sleep(0.05)
@@ -163,15 +154,15 @@ async def test_stream_that_closes_without_redis_sends_at_the_next_start(
     with pytest.raises(Unavailable, match="closed"):
         await stream.write(_record(8))
     assert spill.exists()
-    await server.start()
-    async with EpisodeStream(server.url, RUN, spill_path=spill):
+    await valkey.start()
+    async with EpisodeStream(valkey.url, RUN, spill_path=spill):
         pass
-    assert [episode for _, episode in await _episodes(server.url)] == ["episode-7"]
+    assert [episode for _, episode in await _episodes(valkey.url)] == ["episode-7"]
     assert not spill.exists()
 
 
 async def test_record_that_still_becomes_bytes_is_not_lost_by_a_close(
-    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding, may_encode, loop_thread = threading.Event(), threading.Event(), threading.get_ident()
 
@@ -182,7 +173,7 @@ async def test_record_that_still_becomes_bytes_is_not_lost_by_a_close(
         return record_to_bytes(record)
 
     monkeypatch.setattr("rollout_service.stream.record_to_bytes", slow_encode)
-    stream = EpisodeStream(server.url, RUN)
+    stream = EpisodeStream(valkey.url, RUN)
     await stream.start()
     write = asyncio.create_task(stream.write(_record(7)))
     await asyncio.to_thread(encoding.wait, 5)
@@ -191,13 +182,13 @@ async def test_record_that_still_becomes_bytes_is_not_lost_by_a_close(
     assert not closing.done()
     may_encode.set()
     await closing
-    assert await _episodes(server.url) == [(await write, "episode-7")]
+    assert await _episodes(valkey.url) == [(await write, "episode-7")]
 
 
 async def test_stream_closes_though_a_send_swallows_its_cancellation(
-    server: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    valkey: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = EpisodeStream(server.url, RUN, spill_path=tmp_path / "unsent.records")
+    stream = EpisodeStream(valkey.url, RUN, spill_path=tmp_path / "unsent.records")
     await stream.start()
     add, adding = stream._client.xadd, asyncio.Event()
 
@@ -219,14 +210,14 @@ async def test_stream_closes_though_a_send_swallows_its_cancellation(
 
 
 async def test_adapter_chunks_are_written_to_the_folder(
-    server: ValkeyServer, tmp_path: Path
+    valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     data = os.urandom(2 * control.ADAPTER_CHUNK_BYTES + 17)
     size = control.ADAPTER_CHUNK_BYTES
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
     async with (
-        EpisodeStream(server.url, RUN) as stream,
-        _connect(server.url) as client,
+        EpisodeStream(valkey.url, RUN) as stream,
+        _connect(valkey.url) as client,
     ):
         with pytest.raises(AdapterError, match="not in Redis"):
             await stream.fetch_adapter(3, tmp_path, max_bytes=len(data))
@@ -268,8 +259,8 @@ async def test_embedded_server_is_durable_and_alone_on_its_folder(tmp_path: Path
         await read_server_settings(url)
 
 
-async def test_wrong_credentials_are_refused_at_the_start(server: ValkeyServer) -> None:
-    async with _connect(server.url) as client:
+async def test_wrong_credentials_are_refused_at_the_start(valkey: ValkeyServer) -> None:
+    async with _connect(valkey.url) as client:
         await client.config_set("requirepass", "right")
         with pytest.raises(ConfigError, match="credentials"):
-            await EpisodeStream(server.url.replace("//", "//:wrong@"), RUN).start()
+            await EpisodeStream(valkey.url.replace("//", "//:wrong@"), RUN).start()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,6 @@ from tests.records import small_record
 
 RUN = "full"
 KEY = control.episodes_key(RUN)
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "valkey")
-    await server.start()
-    yield server
-    await server.stop()
 
 
 @pytest.fixture
@@ -51,12 +43,12 @@ def _connect(url: str) -> Any:
     return redis.asyncio.Redis.from_url(url, protocol=2)
 
 
-async def test_acknowledged_entries_make_room_where_redis_is_full(server: ValkeyServer) -> None:
+async def test_acknowledged_entries_make_room_where_redis_is_full(valkey: ValkeyServer) -> None:
     """The limit is reached by what nobody needs any more; without a send nothing else trims it."""
     tokens = tuple(range(1000, 21_000))
     async with (
-        EpisodeStream(server.url, RUN, trim_every=10**9) as stream,
-        _connect(server.url) as client,
+        EpisodeStream(valkey.url, RUN, trim_every=10**9) as stream,
+        _connect(valkey.url) as client,
     ):
         await client.xgroup_create(KEY, "trainer", id="0", mkstream=True)
         for number in range(20):
@@ -77,14 +69,14 @@ async def test_acknowledged_entries_make_room_where_redis_is_full(server: Valkey
 
 
 async def test_acknowledged_entries_make_room_where_nobody_sends(
-    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Runs wait for permits, and the trainer for memory to store the version behind which they
     come."""
     monkeypatch.setattr("rollout_service.stream._IDLE_S", 0.02)
     async with (
-        EpisodeStream(server.url, RUN, trim_every=10**9) as stream,
-        _connect(server.url) as client,
+        EpisodeStream(valkey.url, RUN, trim_every=10**9) as stream,
+        _connect(valkey.url) as client,
     ):
         # There is no stream yet.
         assert await stream.trim() == 0
@@ -103,10 +95,10 @@ async def test_acknowledged_entries_make_room_where_nobody_sends(
     assert "cannot trim" not in caplog.text
 
 
-async def test_writers_wait_while_redis_is_full_and_lose_nothing(server: ValkeyServer) -> None:
+async def test_writers_wait_while_redis_is_full_and_lose_nothing(valkey: ValkeyServer) -> None:
     async with (
-        EpisodeStream(server.url, RUN, max_buffered_bytes=5000) as stream,
-        _connect(server.url) as client,
+        EpisodeStream(valkey.url, RUN, max_buffered_bytes=5000) as stream,
+        _connect(valkey.url) as client,
     ):
         await client.config_set("maxmemory", 1)
         writes = [asyncio.create_task(stream.write(small_record(f"e{n}"))) for n in range(100)]
@@ -121,12 +113,12 @@ async def test_writers_wait_while_redis_is_full_and_lose_nothing(server: ValkeyS
 
 
 async def test_stop_on_a_full_disk_is_told_and_ends(
-    server: ValkeyServer, small_disk: Path, caplog: pytest.LogCaptureFixture
+    valkey: ValkeyServer, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spill = small_disk / "unsent.records"
-    async with _connect(server.url) as client:
+    async with _connect(valkey.url) as client:
         await client.config_set("maxmemory", 1)
-    stream = EpisodeStream(server.url, RUN, spill_path=spill)
+    stream = EpisodeStream(valkey.url, RUN, spill_path=spill)
     await stream.start()
     tokens = tuple(range(1000, 31_000))
     writes = [
@@ -146,11 +138,11 @@ async def test_stop_on_a_full_disk_is_told_and_ends(
     assert not list(small_disk.iterdir())
 
 
-async def test_stop_on_a_disk_with_room_keeps_them(server: ValkeyServer, small_disk: Path) -> None:
+async def test_stop_on_a_disk_with_room_keeps_them(valkey: ValkeyServer, small_disk: Path) -> None:
     spill = small_disk / "unsent.records"
-    async with _connect(server.url) as client:
+    async with _connect(valkey.url) as client:
         await client.config_set("maxmemory", 1)
-    stream = EpisodeStream(server.url, RUN, spill_path=spill)
+    stream = EpisodeStream(valkey.url, RUN, spill_path=spill)
     await stream.start()
     write = asyncio.create_task(stream.write(small_record("kept")))
     while not stream.num_retries:

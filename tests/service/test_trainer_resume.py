@@ -32,6 +32,7 @@ from tests.trainer_runs import (
     run_config,
     stream_config,
 )
+from tests.valkey import embedded_valkey
 from trainer_service import loop
 from trainer_service.config import TrainerConfig
 from trainer_service.loop import train
@@ -43,8 +44,8 @@ from trainer_service.stream import RedisLink
 
 
 @pytest.fixture
-async def link(server: ValkeyServer) -> AsyncIterator[RedisLink]:
-    link = RedisLink(server.url)
+async def link(valkey: ValkeyServer) -> AsyncIterator[RedisLink]:
+    link = RedisLink(valkey.url)
     yield link
     await link.close()
 
@@ -54,14 +55,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "valkey")
-    await server.start()
-    yield server
-    await server.stop()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, model: Path
@@ -69,14 +62,12 @@ def undisturbed(
     """Where three steps lead that nothing interrupts."""
 
     async def train_once(folder: Path) -> TrainerConfig:
-        server = ValkeyServer(folder / "valkey")
-        await server.start()
-        config = stream_config(folder, model, "r", server.url)
-        link = RedisLink(server.url)
-        await fill(link, "r")
-        assert await run_trainer(config) == 0
-        await link.close()
-        await server.stop()
+        async with embedded_valkey(folder / "valkey") as url:
+            config = stream_config(folder, model, "r", url)
+            link = RedisLink(url)
+            await fill(link, "r")
+            assert await run_trainer(config) == 0
+            await link.close()
         return config
 
     return final(asyncio.run(train_once(tmp_path_factory.mktemp("undisturbed"))))
@@ -87,13 +78,13 @@ def undisturbed(
 async def test_killed_trainer_trains_every_episode_once(
     tmp_path: Path,
     model: Path,
-    server: ValkeyServer,
+    valkey: ValkeyServer,
     link: RedisLink,
     undisturbed: tuple[bytes, dict[str, Any], dict[str, Any]],
     crash_at: str,
     crash_step: int,
 ) -> None:
-    config = stream_config(tmp_path, model, "r", server.url)
+    config = stream_config(tmp_path, model, "r", valkey.url)
     await fill(link, "r")
     code = await run_trainer(config, crash_at=crash_at, crash_step=crash_step)
     assert code == -signal.SIGKILL
@@ -190,7 +181,7 @@ async def test_records_end_after_their_epochs_and_another_file_starts_anew(
 
 
 async def test_another_objective_goes_on_with_versions_and_new_moments(
-    server: ValkeyServer, link: RedisLink, tmp_path: Path, model: Path
+    valkey: ValkeyServer, link: RedisLink, tmp_path: Path, model: Path
 ) -> None:
     write_records(tmp_path / "a", episodes()[:4])
     batch = {"records": tmp_path / "a", "episodes_per_step": 2}
@@ -199,7 +190,7 @@ async def test_another_objective_goes_on_with_versions_and_new_moments(
     before, tensors, _ = final(sft)
     assert tensors["optimizer"]["adamw"]["state"][0]["step"] == 2
     await fill(link, "r")
-    online = stream_config(tmp_path, model, "r", server.url)
+    online = stream_config(tmp_path, model, "r", valkey.url)
     assert (await _train_until(online)).version == 3
     after, tensors, state = final(online)
     assert after != before
@@ -223,7 +214,7 @@ async def test_resume_refuses_another_base_model(tmp_path: Path, model: Path) ->
 
 
 async def test_records_of_another_tokenizer_than_the_model_folder_s_are_refused(
-    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+    tmp_path: Path, model: Path, valkey: ValkeyServer, link: RedisLink
 ) -> None:
     own = save_chat_tokenizer(Path(shutil.copytree(model, tmp_path / "model")))
     other = [replace(record, tokenizer_hash="b" * 64) for record in episodes()[:2]]
@@ -234,7 +225,7 @@ async def test_records_of_another_tokenizer_than_the_model_folder_s_are_refused(
     for record in [*other, *(r for r in episodes() if r.group_id == "group-1")]:
         entry = {control.RECORD_FIELD: record_to_bytes(record)}
         await link.client.xadd(control.episodes_key("r"), entry)
-    config = stream_config(tmp_path, own, "r", server.url).model_copy(update={"max_steps": 1})
+    config = stream_config(tmp_path, own, "r", valkey.url).model_copy(update={"max_steps": 1})
     await train(config, asyncio.Event())
     (line,) = read_metrics(config.folder / "metrics.jsonl")
     assert line["dropped/other_tokenizer"] == 2.0
@@ -264,24 +255,24 @@ async def _add(link: RedisLink, *records: EpisodeRecord) -> None:
 
 
 async def test_second_folder_of_a_run_is_refused_and_a_moved_one_goes_on(
-    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+    tmp_path: Path, model: Path, valkey: ValkeyServer, link: RedisLink
 ) -> None:
-    first = stream_config(tmp_path / "first", model, "r", server.url)
+    first = stream_config(tmp_path / "first", model, "r", valkey.url)
     ended = asyncio.Event()
     ended.set()
     await train(first, ended)
-    second = stream_config(tmp_path / "second", model, "r", server.url)
+    second = stream_config(tmp_path / "second", model, "r", valkey.url)
     with pytest.raises(ConfigError, match=rf"another run folder.*{first.folder}.*new run name"):
         await train(second, asyncio.Event())
     first.run_folder.rename(tmp_path / "moved")
-    await train(stream_config(tmp_path / "moved", model, "r", server.url), ended)
-    await train(stream_config(tmp_path / "second", model, "other", server.url), ended)
+    await train(stream_config(tmp_path / "moved", model, "r", valkey.url), ended)
+    await train(stream_config(tmp_path / "second", model, "other", valkey.url), ended)
 
 
 async def test_redis_restart_between_steps_loses_nothing(
-    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+    tmp_path: Path, model: Path, valkey: ValkeyServer, link: RedisLink
 ) -> None:
-    config = stream_config(tmp_path, model, "r", server.url)
+    config = stream_config(tmp_path, model, "r", valkey.url)
     records = episodes()
     await _add(link, *records[:6])
     training = asyncio.create_task(_train_until(config))
@@ -289,11 +280,11 @@ async def test_redis_restart_between_steps_loses_nothing(
     while not (metrics.exists() and read_metrics(metrics)):
         await asyncio.sleep(0.05)
         assert not training.done()
-    assert server.process is not None
-    server.process.kill()
-    await server.process.wait()
+    assert valkey.process is not None
+    valkey.process.kill()
+    await valkey.process.wait()
     await asyncio.sleep(0.3)
-    await server.start()
+    await valkey.start()
     await link.call(lambda: link.client.ping())
     await _add(link, *records[6:])
     assert (await training).version == 3
@@ -304,9 +295,9 @@ async def test_redis_restart_between_steps_loses_nothing(
 
 
 async def test_permits_of_lost_groups_return(
-    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+    tmp_path: Path, model: Path, valkey: ValkeyServer, link: RedisLink
 ) -> None:
-    config = stream_config(tmp_path, model, "r", server.url)
+    config = stream_config(tmp_path, model, "r", valkey.url)
     batch = config.batch.model_copy(update={"group_deadline_s": 0.3})
     stop = asyncio.Event()
     training = asyncio.create_task(train(config.model_copy(update={"batch": batch}), stop))
@@ -330,9 +321,9 @@ async def test_permits_of_lost_groups_return(
 
 
 async def test_non_finite_steps_are_skipped_and_too_many_stop_the_run(
-    tmp_path: Path, model: Path, server: ValkeyServer, link: RedisLink
+    tmp_path: Path, model: Path, valkey: ValkeyServer, link: RedisLink
 ) -> None:
-    config = stream_config(tmp_path, model, "r", server.url)
+    config = stream_config(tmp_path, model, "r", valkey.url)
     optim = config.optim.model_copy(update={"max_skipped": 2})
     for group in range(3):
         await _add(

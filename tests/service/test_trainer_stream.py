@@ -42,24 +42,16 @@ KEY = control.episodes_key(RUN)
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "valkey")
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-async def link(server: ValkeyServer) -> AsyncIterator[RedisLink]:
-    link = RedisLink(server.url, patience_s=20.0)
+async def link(valkey: ValkeyServer) -> AsyncIterator[RedisLink]:
+    link = RedisLink(valkey.url, patience_s=20.0)
     yield link
     await link.close()
 
 
 @asynccontextmanager
-async def _other_link(server: ValkeyServer) -> AsyncIterator[RedisLink]:
+async def _other_link(valkey: ValkeyServer) -> AsyncIterator[RedisLink]:
     """The connection of another process."""
-    link = RedisLink(server.url)
+    link = RedisLink(valkey.url)
     try:
         yield link
     finally:
@@ -98,14 +90,14 @@ async def test_stream_delivers_each_episode_once_and_in_order(link: RedisLink) -
 
 
 async def test_unacknowledged_entries_come_again_after_a_restart(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     ids = await _add(link, "a", "b", "c")
     first = _stream(link)
     await first.open()
     assert await _read(first) == ["a", "b", "c"]
     await first.acknowledge(ids[:1])
-    async with _other_link(server) as restarted:
+    async with _other_link(valkey) as restarted:
         second = _stream(restarted)
         await second.open()
         assert await _read(second) == ["b", "c"]
@@ -113,14 +105,14 @@ async def test_unacknowledged_entries_come_again_after_a_restart(
 
 
 async def test_entries_in_the_checkpoint_are_acknowledged_without_training(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     ids = await _add(link, "a", "b")
     first = _stream(link)
     await first.open()
     await _read(first)
     recent = first.recent_episodes(ids[:1])
-    async with _other_link(server) as restarted:
+    async with _other_link(valkey) as restarted:
         second = _stream(restarted)
         await second.open(consumed=ids[:1], recent=recent)
         assert await _read(second) == ["b"]
@@ -141,10 +133,10 @@ async def test_duplicates_are_dropped_while_the_first_is_in_use(link: RedisLink)
 
 
 async def test_stale_entries_of_a_dead_consumer_are_claimed(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     await _add(link, "a", "b")
-    async with _other_link(server) as other:
+    async with _other_link(valkey) as other:
         dead = _stream(other, consumer="trainer-dead")
         await dead.open()
         assert await _read(dead) == ["a", "b"]
@@ -158,7 +150,7 @@ async def test_stale_entries_of_a_dead_consumer_are_claimed(
 
 
 async def test_poison_moves_aside_at_the_third_failure_and_the_rest_goes_on(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     (poison,) = [(await link.client.xadd(KEY, {control.RECORD_FIELD: b"\xff\xff"})).decode()]
     await _add(link, "a")
@@ -167,7 +159,7 @@ async def test_poison_moves_aside_at_the_third_failure_and_the_rest_goes_on(
     assert await _read(stream) == ["a"]
     assert await link.client.xlen(control.dead_key(RUN)) == 0
     # The count of attempts is the server's: a restart does not begin anew.
-    async with _other_link(server) as restarted:
+    async with _other_link(valkey) as restarted:
         second = _stream(restarted)
         await second.open()
         assert await _read(second) == ["a"]
@@ -195,7 +187,7 @@ async def test_record_that_parses_and_makes_no_sense_is_poison_too(link: RedisLi
 
 
 async def test_record_of_another_tokenizer_moves_aside_at_once_with_what_to_do(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     parse = functools.partial(parse_record, origin=Origin({"a" * 64}))
     hashes = {"first": "a" * 64, "other": "b" * 64, "last": "a" * 64}
@@ -214,7 +206,7 @@ async def test_record_of_another_tokenizer_moves_aside_at_once_with_what_to_do(
     assert record_from_bytes(fields[control.RECORD_FIELD.encode()]).episode_id == "other"
     assert await _num_pending(link) == 2
     # It is done with: a restarted trainer does not meet it again.
-    async with _other_link(server) as restarted:
+    async with _other_link(valkey) as restarted:
         second = _stream(restarted, parse=parse)
         await second.open()
         assert await _read(second) == ["first", "last"]
@@ -222,7 +214,7 @@ async def test_record_of_another_tokenizer_moves_aside_at_once_with_what_to_do(
 
 
 async def test_dead_stream_keeps_the_newest_and_counts_the_others(
-    server: ValkeyServer, link: RedisLink, caplog: pytest.LogCaptureFixture
+    valkey: ValkeyServer, link: RedisLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_bad = MAX_DEAD + 250
     async with link.client.pipeline(transaction=False) as pipe:
@@ -241,11 +233,11 @@ async def test_dead_stream_keeps_the_newest_and_counts_the_others(
     assert MAX_DEAD <= len(kept) <= MAX_DEAD + 100
     assert kept[-1][1][control.RECORD_FIELD.encode()] == f"bad {num_bad - 1}".encode()
     assert stream.num_dead_trimmed == num_bad - len(kept)
-    state = await read_stream_state(server.url, RUN)
+    state = await read_stream_state(valkey.url, RUN)
     assert (state.dead, state.dead_trimmed) == (len(kept), num_bad - len(kept))
     assert caplog.text.count("keeps its newest") == 1
     # The count is the server's: a restarted trainer goes on from it.
-    async with _other_link(server) as restarted:
+    async with _other_link(valkey) as restarted:
         second = _stream(restarted, parse=refuse)
         await second.open()
         await link.client.xadd(KEY, {control.RECORD_FIELD: b"one more"})
@@ -255,18 +247,18 @@ async def test_dead_stream_keeps_the_newest_and_counts_the_others(
         )
 
 
-async def test_redis_restart_loses_nothing(server: ValkeyServer, link: RedisLink) -> None:
+async def test_redis_restart_loses_nothing(valkey: ValkeyServer, link: RedisLink) -> None:
     ids = await _add(link, "a", "b", "c")
     stream = _stream(link)
     await stream.open()
     assert await _read(stream, 1) == ["a"]
-    assert server.process is not None
-    server.process.kill()
-    await server.process.wait()
+    assert valkey.process is not None
+    valkey.process.kill()
+    await valkey.process.wait()
     reading = asyncio.create_task(_read(stream))
     await asyncio.sleep(0.3)
     assert not reading.done()
-    await server.start()
+    await valkey.start()
     seen = await reading
     while more := await _read(stream):
         seen += more
@@ -361,9 +353,9 @@ async def test_long_step_is_no_silence_of_the_stream(link: RedisLink) -> None:
     assert idle == []
 
 
-async def test_server_that_stays_away_is_reported_with_its_remedy(server: ValkeyServer) -> None:
-    await server.stop()
-    link = RedisLink(server.url, patience_s=0.2)
+async def test_server_that_stays_away_is_reported_with_its_remedy(valkey: ValkeyServer) -> None:
+    await valkey.stop()
+    link = RedisLink(valkey.url, patience_s=0.2)
     with pytest.raises(Unavailable, match=r"redis\.url"):
         await _stream(link).open()
     await link.close()
@@ -385,7 +377,7 @@ async def test_server_that_lost_its_data_is_joined_anew(link: RedisLink) -> None
 
 
 async def test_entry_held_when_its_group_is_lost_stays_pending_until_it_is_trained(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     ids = await _add(link, "a")
     stream = _stream(link)
@@ -394,7 +386,7 @@ async def test_entry_held_when_its_group_is_lost_stays_pending_until_it_is_train
     await link.client.xgroup_destroy(KEY, "trainer")
     assert await _read(stream) == []
     assert not stream.dropped
-    async with _other_link(server) as restarted:
+    async with _other_link(valkey) as restarted:
         second = _stream(restarted)
         await second.open()
         assert await _read(second) == ["a"]
@@ -421,12 +413,12 @@ async def test_command_that_redis_refuses_is_an_error_of_ours(link: RedisLink) -
 
 
 async def test_upload_waits_for_memory_and_says_so_where_none_comes(
-    server: ValkeyServer, link: RedisLink, tmp_path: Path
+    valkey: ValkeyServer, link: RedisLink, tmp_path: Path
 ) -> None:
     (tmp_path / control.ADAPTER_FILE).write_bytes(bytes(control.ADAPTER_CHUNK_BYTES))
     (tmp_path / control.ADAPTER_CONFIG_FILE).write_text("{}")
     await link.client.config_set("maxmemory", "1mb")
-    impatient = RedisLink(server.url, patience_s=0.1)
+    impatient = RedisLink(valkey.url, patience_s=0.1)
     with pytest.raises(ServiceError, match=r"memory limit.*raise its maxmemory"):
         await upload_adapter(impatient, RUN, 1, tmp_path)
     await impatient.close()
@@ -484,12 +476,12 @@ async def test_adapter_travels_in_chunks_and_is_deleted_whole(
 
 
 async def test_figures_of_steps_stay_in_order_and_outlive_a_restart(
-    server: ValkeyServer, link: RedisLink
+    valkey: ValkeyServer, link: RedisLink
 ) -> None:
     await send_figures(link, RUN, '{"step": 1}')
-    await server.stop()
+    await valkey.stop()
     sending = asyncio.create_task(send_figures(link, RUN, '{"step": 2}'))
-    await server.start()
+    await valkey.start()
     await sending
     entries = await link.client.xrange(control.steps_key(RUN))
     assert [fields[b"figures"] for _, fields in entries] == [b'{"step": 1}', b'{"step": 2}']
