@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
+
+from harness_sdk.errors import Unavailable
+from harness_sdk.types import SamplingOptions, StructuredOutput
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.vllm.footing import Footing, FootingStore, hides_mounts, new_mounts
 from rollout_service.engine.vllm.gate import RebuildGate, call_number
 from rollout_service.engine.vllm.plan import RowSpan
+from rollout_service.engine.vllm.turn import Turn
 
 
 def new_cursor(parent: Cursor | None, *tokens: int, mounts: tuple[Mount, ...] = ()) -> Cursor:
@@ -173,3 +179,59 @@ async def test_what_a_call_asks_for_carries_its_number() -> None:
     await asyncio.gather(*(call(name) for name in "abc"))
     assert dict(numbers) == {"a": 1, "b": 2, "c": 3}
     assert len(set(numbers)) == 3, "a call that comes again keeps its place"
+
+
+def test_a_store_knows_what_went_with_the_process_before() -> None:
+    before, store = FootingStore(), FootingStore()
+    evicted, kept, turn = new_cursor(None, 1, 2), new_cursor(None, 3, 4), new_cursor(None, 5, 6)
+    for residency, cursor in enumerate((evicted, kept, turn), 1):
+        before.put(0, cursor, own(residency, 1), complete=False)
+    before.forget([1])
+    store.succeed(before)
+    assert len(store) == 0 and store.get(0, kept, complete=False) is None
+    told = [store.gone_by(0, cursor) for cursor in (evicted, kept, turn)]
+    assert told == ["eviction", "restart", "restart"]
+    # Computed again it is there; a turn's part takes over what was known of the turn.
+    store.put(0, kept, own(1, 1), complete=False)
+    shorter = new_cursor(None, 5)
+    assert store.hand_over(turn, shorter) == []
+    assert not store.gone_by(0, kept) and not store.gone_by(0, turn)
+    assert store.gone_by(0, shorter) == "restart"
+    assert store.release([evicted, kept, shorter]) == [1]
+    assert not store._gone
+
+
+def new_turn(num_sampled: int, **options: Any) -> Turn:
+    turn = Turn(
+        prompt=new_cursor(None, 1),
+        sampling=SamplingOptions(**options),
+        stop_token_ids=frozenset(),
+        max_tokens=9,
+    )
+    for token in range(num_sampled):
+        turn.take(token, -1.0)
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("options", "resumes"),
+    [
+        ({}, True),
+        ({"seed": 3, "temperature": 0.0}, True),
+        ({"seed": 3}, False),
+        ({"stop": ("x",)}, False),
+        ({"structured": StructuredOutput(regex="a+")}, False),
+    ],
+)
+def test_a_turn_is_sampled_on_only_where_that_is_what_was_asked_for(
+    options: dict[str, Any], resumes: bool
+) -> None:
+    new_turn(0, **options).check_resumes()
+    begun = new_turn(4, **options)
+    assert begun.vllm_sampling()["max_tokens"] == 5
+    if resumes:
+        begun.check_resumes()
+        return
+    with pytest.raises(Unavailable, match="4 tokens sampled") as caught:
+        begun.check_resumes()
+    assert caught.value.retryable
