@@ -45,6 +45,8 @@ from trainer_service.strip import Strip
 _WORKERS = ("first", "second", "third")
 _NUM_TEXTS, _NUM_SAMPLED = 2, 48
 _AT_ONCE = 4
+_GPU_ARGUMENTS = {"kv_cache_memory_bytes": 4 << 30}
+"""Given a pool, vLLM does not profile memory, which breaks off where others free theirs meanwhile."""
 
 
 def main() -> None:
@@ -114,7 +116,7 @@ async def _play(
     args: argparse.Namespace, head_dtype: str, folder: Path, scratch: Path
 ) -> list[EpisodeRecord]:
     """Records of all episodes."""
-    _give(args.vllm)
+    _give(args.vllm if args.device == "cpu" else _GPU_ARGUMENTS | args.vllm)
     settings = rollout_for_model(
         args.model,
         {
