@@ -46,7 +46,7 @@ _WORKERS = ("first", "second", "third")
 _NUM_TEXTS, _NUM_SAMPLED = 2, 48
 _AT_ONCE = 4
 _GPU_ARGUMENTS = {"kv_cache_memory_bytes": 4 << 30}
-"""Given a pool, vLLM does not profile memory, which breaks off where others free theirs meanwhile."""
+"""Without a pool, vLLM profiles memory, which breaks off where others free theirs meanwhile."""
 
 
 def main() -> None:
