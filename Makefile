@@ -35,10 +35,11 @@ install: $(STAMP) ## Install into .venv.
 demo: $(STAMP) ## Train a tiny branching agent here, end to end.
 	$(BIN)/octopus demo
 
-# A process for each of two cores, one thread in each. vLLM's tests have one of their own: what it
-# leaves in a process is not what the other tests should meet.
+# A process for each of two cores, one thread in each. Files come in the order of testpaths: by
+# itself, xdist puts those of a single test last, among them the longest. vLLM's tests have a
+# process of their own: what it leaves there is not what the other tests should meet.
 test: lint ## Lint, types, and tests: unit, service, end to end, then a slice of vLLM's.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest $(VLLM_SLICE)
 
 test-vllm: $(TEST_STAMP) ## All tests of the vLLM engine.

@@ -6,7 +6,6 @@ Found as `chromium-headless-shell` or `chromium`, as Debian packages them.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -102,11 +101,6 @@ class BrowserPage:
         """`dark` or `light`."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         await self.send("Emulation.setEmulatedMedia", features=[feature])
-
-    async def screenshot(self, path: Path) -> None:
-        """What the tab shows, as a PNG."""
-        shot = await self.send("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     async def listen(self) -> None:
         """Take messages until the browser goes."""

@@ -75,10 +75,6 @@ class Relay:
         """Pass nothing on any more, and close nothing: both ends are half open."""
         self._may_pass.clear()
 
-    def thaw(self) -> None:
-        """Go on, with what has come meanwhile."""
-        self._may_pass.set()
-
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None

@@ -201,7 +201,9 @@ def test_action_logprobs_equal_the_full_softmax(
 
     assert_equal(
         lambda x: torch.stack(
-            action_logprobs(**x, targets=targets, scale=scale, chunk_rows=chunk_rows)
+            action_logprobs(
+                **x, targets=targets, scale=scale, head_dtype=None, chunk_rows=chunk_rows
+            )
         ),
         full,
         inputs,
