@@ -44,6 +44,10 @@ class Adapters:
         self._dtype = dtype
         self._lock = asyncio.Lock()
 
+    async def prepare(self) -> None:
+        """Do what the first version would wait for."""
+        await asyncio.to_thread(self._reader.prepare)
+
     async def load(self, version: int, path: str) -> None:
         """Load a PEFT folder as `version`; see `Engine.load_adapter`."""
         self._check_new(version)

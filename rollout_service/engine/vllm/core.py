@@ -88,7 +88,7 @@ async def start_core(
         for version, path in sorted(adapters.items()):
             await served.load(version, path)
         if options.device == "cuda" and options.max_adapters:
-            await _warm_up(builder)
+            await asyncio.gather(_warm_up(builder), served.prepare())
     except BaseException:
         await process.close()
         raise

@@ -22,12 +22,10 @@ from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
 from rollout_service.engine.vllm.process import EngineProcess
 from rollout_service.engine.vllm.room import NotReady, PoolFull, PoolUse, ResidencyMissing
 from rollout_service.engine.vllm.stops import STOP_ARG, Detokenize
+from rollout_service.engine.vllm.wire import COMMAND, LOAD_DETOKENIZER, RESULT_KEY
 
-_COMMAND = "octopus_cursors"
 _GIVING_BACK = ("release", "evict", "unpin")
 """Commands that a process which has ended leaves nothing to do for."""
-_LOAD_DETOKENIZER = "octopus_detokenizer"
-_RESULT_KEY = "octopus"
 _LOGPROBS_OF_SAMPLED = 0
 
 
@@ -168,14 +166,14 @@ class CoreClient:
         try:
             report = await self._process.answer(
                 self._llm.engine_core.call_utility_async(
-                    _COMMAND, operation, list(residencies), self._num_evicted
+                    COMMAND, operation, list(residencies), self._num_evicted
                 )
             )
         except Exception as error:
             if operation in _GIVING_BACK and self._process.has_ended:
                 return list(residencies)
             raise self._process.failure(error) from error
-        self._take_report({_RESULT_KEY: report})
+        self._take_report({RESULT_KEY: report})
         return list(report["gone"])
 
     async def load_detokenizer(self, detokenize: Detokenize) -> None:
@@ -193,7 +191,7 @@ class CoreClient:
                 limit="what pickle takes: a module's function, or a method of a picklable object",
             ) from error
         await self._process.answer(
-            self._llm.engine_core.call_utility_async(_LOAD_DETOKENIZER, pickled)
+            self._llm.engine_core.call_utility_async(LOAD_DETOKENIZER, pickled)
         )
 
     async def load_lora(self, version: int, path: str) -> Any:
@@ -244,7 +242,7 @@ class CoreClient:
         raise PoolFull(self.use)
 
     def _take_report(self, params: Any) -> None:
-        report = (params or {}).get(_RESULT_KEY)
+        report = (params or {}).get(RESULT_KEY)
         if report is None:
             return
         self.use.take(report)
@@ -273,7 +271,7 @@ def _output(raw: Any) -> Output:
 def _end(finish_reason: FinishReason | None, params: Any) -> RunEnd | None:
     if finish_reason is None:
         return None
-    report = params[_RESULT_KEY]
+    report = params[RESULT_KEY]
     return RunEnd(
         finish_reason=finish_reason, num_computed=report["computed"], num_kept=report["kept"]
     )

@@ -130,6 +130,12 @@ class AdapterReader:
         self._targets = targets
         self._module: nn.Module | None = None
 
+    def prepare(self) -> nn.Module:
+        """The base model's shapes, of which the first folder waits for the model's code; blocks."""
+        if self._module is None:
+            self._module = _shapes(self._model_path)
+        return self._module
+
     def read(self, path: str, *, max_rank: int) -> Adapter:
         """Read and check a folder; blocks.
 
@@ -137,10 +143,8 @@ class AdapterReader:
             AdapterError: Unreadable, for another base model, of too high a rank, with an option
                 that is not served, or with a tensor missing, unknown or wrongly shaped.
         """
-        if self._module is None:
-            self._module = _shapes(self._model_path)
         adapter = read_adapter(
-            path, self._module, model_path=self._model_path, model_hash=self._model_hash
+            path, self.prepare(), model_path=self._model_path, model_hash=self._model_hash
         )
         outside = [name for name in adapter.modules if "layers." not in name]
         if outside:

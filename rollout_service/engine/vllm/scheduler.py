@@ -27,13 +27,7 @@ from rollout_service.engine.vllm.seams import (
     require_attributes,
 )
 from rollout_service.engine.vllm.stops import STOP_ARG, StopStrings
-
-COMMAND = "octopus_cursors"
-"""Name of the core's utility call that carries cursor commands."""
-LOAD_DETOKENIZER = "octopus_detokenizer"
-"""Name of the one that brings the decoder for stop strings."""
-RESULT_KEY = "octopus"
-"""Where a finished request's report lies in its `kv_transfer_params`."""
+from rollout_service.engine.vllm.wire import COMMAND, LOAD_DETOKENIZER, RESULT_KEY
 
 
 class CursorScheduler(Scheduler):
