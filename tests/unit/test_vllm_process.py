@@ -58,6 +58,23 @@ async def test_calls_end_with_the_process_and_its_end_is_told(core: BaseProcess)
         await watched.answer(asyncio.Event().wait())
 
 
+async def test_call_that_fails_because_the_process_ends_says_so(core: BaseProcess) -> None:
+    async def refused() -> None:
+        raise RuntimeError("EngineDeadError")
+
+    llm = _llm(core)
+    watched = EngineProcess(llm)
+    with pytest.raises(RuntimeError):
+        await watched.answer(refused())
+    # vLLM's own watch may know of the end first.
+    llm.engine_core.resources.engine_dead = True
+    with pytest.raises(Unavailable, match="the engine process has ended"):
+        await watched.answer(refused())
+    core.kill()
+    async with asyncio.timeout(10):
+        await watched.ended()
+
+
 async def test_a_core_that_told_of_its_failure_and_does_not_end_is_killed(
     core: BaseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +87,30 @@ async def test_a_core_that_told_of_its_failure_and_does_not_end_is_killed(
         await watched.ended()
     core.join()
     assert core.exitcode == -signal.SIGKILL
+
+
+async def test_close_that_is_cancelled_goes_on_and_is_waited_for(core: BaseProcess) -> None:
+    done: list[str] = []
+    told = asyncio.Event()
+    llm = _llm(core)
+    llm.output_handler = asyncio.create_task(told.wait())
+    llm.shutdown = lambda: done.append("shut down")
+    llm.engine_core.resources.ctx = SimpleNamespace(destroy=lambda _: done.append("destroyed"))
+    watched = EngineProcess(llm)
+    core.kill()
+    async with asyncio.timeout(10):
+        await watched.ended()
+        first = asyncio.create_task(watched.close())
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(watched.close())
+        await asyncio.sleep(0)
+        assert not second.done() and not done
+        told.set()
+        await second
+    assert done == ["shut down", "destroyed"]
 
 
 async def test_start_that_is_cancelled_kills_what_it_started() -> None:

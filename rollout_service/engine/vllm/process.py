@@ -58,7 +58,7 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._dying: asyncio.TimerHandle | None = None
-        self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._processes = list(llm.engine_core.resources.engine_manager.processes)
         families = [family(process.pid) for process in self._processes]
         self._shared = shared_files(pid for pids in families for pid in pids)
@@ -87,13 +87,16 @@ class EngineProcess:
         """The result of `call`, which would wait for ever where the process ends meanwhile.
 
         Raises:
-            Unavailable: The process has ended.
+            Unavailable: The process has ended, whatever vLLM's client says then.
         """
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait([task, self._ended], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise self._end()
+            cause = task.exception()
+            if cause is not None and self.has_ended:
+                raise self._end() from cause
             return task.result()
         finally:
             task.cancel()
@@ -105,10 +108,17 @@ class EngineProcess:
         return EngineError(f"the engine failed: {cause}", remedy="see the service's log")
 
     async def close(self) -> None:
-        """End the process, wait until it is gone, and free what vLLM holds of it here."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """End the process, wait until it is gone, and free what vLLM holds of it here.
+
+        Goes on where its caller is cancelled; whoever calls again waits for that.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+            await asyncio.shield(self._closing)
+        else:
+            await asyncio.wait([self._closing])
+
+    async def _close(self) -> None:
         self._unwatch()
         handler = self._llm.output_handler
         if handler is not None:
@@ -128,7 +138,7 @@ class EngineProcess:
     def _is_dying(self) -> bool:
         """Whether the core told of its failure; one that does not end then is killed."""
         is_dying = bool(self._llm.engine_core.resources.engine_dead)
-        if is_dying and self._dying is None and not self._is_closed:
+        if is_dying and self._dying is None and self._closing is None:
             self._dying = self._loop.call_later(_DYING_S, self._kill)
         return is_dying
 
