@@ -50,7 +50,7 @@ async def play_tree(served: Served, *, kills: bool) -> EpisodeRecord:
     await bench.sessions.turn(bench.call("b"), sampling=GREEDY)
     await bench.say("root", LOOK, "nothing")
     await bench.sessions.rewind(bench.call(), 2, "not that way")
-    # Killed in the middle of two turns, one of which sees a mount, and of one that just begins.
+    # Killed in the middle of two turns, one of which sees a mount, and of a mount that just begins.
     running = [
         asyncio.create_task(bench.sessions.turn(bench.call(name), sampling=LONG))
         for name in ("root", "b")
@@ -58,9 +58,10 @@ async def play_tree(served: Served, *, kills: bool) -> EpisodeRecord:
     await until_sampled(engine, 20)
     if kills:
         os.kill(core_pid(engine), signal.SIGKILL)
-    running.append(asyncio.create_task(bench.say("a", LOOK, "late")))
+    # Not a turn: that would tell how far the others are, which they are at any time.
+    late = bench.sessions.read_thread(bench.call("a"), "b", 1, 1)
     async with asyncio.timeout(SOON_S):
-        await asyncio.gather(*running)
+        await asyncio.gather(*running, late)
     # Mounts of what was computed before and after, on a head of before; a rewind to before.
     await bench.sessions.read_thread(bench.call("a"), "b", 1, 3)
     await bench.sessions.turn(bench.call("a"), sampling=GREEDY)
