@@ -124,6 +124,20 @@ async def test_ends_of_long_ago_count_no_more() -> None:
     await supervisor.close()
 
 
+async def test_starts_that_fail_slowly_end_it_too() -> None:
+    policy = RestartPolicy(max_restarts=2, window_s=0.001, first_pause_s=0.01)
+    starts = Starts()
+    supervisor = Supervisor(starts, policy)
+    await supervisor.start()
+    starts.failures += [ConfigError("no memory") for _ in range(9)]
+    (await supervisor.running()).end()
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable, match="no memory.*3 times"):
+            await supervisor.running()
+    assert len(starts.times_s) == 3
+    await supervisor.close()
+
+
 async def test_a_call_under_which_engines_end_is_served_no_fourth_time() -> None:
     policy = RestartPolicy(max_restarts=50, first_pause_s=0.001, max_pause_s=0.001)
     supervisor = Supervisor(Starts(), policy)

@@ -28,7 +28,7 @@ class RestartPolicy:
     """How often an engine is started again, and with what pauses."""
 
     max_restarts: int = 5
-    """Within `window_s`; 0 starts none again."""
+    """Within `window_s`, and of starts that fail in a row; 0 starts none again."""
     window_s: float = 600.0
     first_pause_s: float = 0.5
     """Before the first restart of a window; twice as long before each other one."""
@@ -176,6 +176,8 @@ class Supervisor(Generic[C]):
             Unavailable: Too many have ended, or did not start.
         """
         policy = self._policy
+        # Only now: starts that fail slowly would count for ever as too few.
+        self._forget_old_ends()
         while True:
             self._count_end(error)
             pause_s = policy.first_pause_s * 2 ** (len(self._ends_s) - 1)
@@ -197,10 +199,7 @@ class Supervisor(Generic[C]):
         Raises:
             Unavailable: There were too many.
         """
-        now_s = time.monotonic()
-        self._ends_s.append(now_s)
-        while self._ends_s[0] < now_s - self._policy.window_s:
-            self._ends_s.popleft()
+        self._ends_s.append(time.monotonic())
         if len(self._ends_s) > self._policy.max_restarts:
             raise Unavailable(
                 f"the engine is not started again: {error.message}",
@@ -213,6 +212,11 @@ class Supervisor(Generic[C]):
                 remedy="see the engine's last lines in the service's log; open another episode once"
                 " the service has been started again",
             )
+
+    def _forget_old_ends(self) -> None:
+        oldest_s = time.monotonic() - self._policy.window_s
+        while self._ends_s and self._ends_s[0] < oldest_s:
+            self._ends_s.popleft()
 
     def _give_up(self, failure: Unavailable) -> None:
         self._failure = failure
