@@ -132,7 +132,7 @@ async def test_starts_that_fail_slowly_end_it_too() -> None:
     starts.failures += [ConfigError("no memory") for _ in range(9)]
     (await supervisor.running()).end()
     async with asyncio.timeout(5):
-        with pytest.raises(Unavailable, match="no memory.*3 times"):
+        with pytest.raises(Unavailable, match=r"no memory.*3 times"):
             await supervisor.running()
     assert len(starts.times_s) == 3
     await supervisor.close()
