@@ -32,6 +32,7 @@ class Panel:
 
 PRIMITIVES = ("octopus", "no_mounts", "no_rewind", "no_fork", "single")
 ENDINGS = ("prompt", "strict", "fallback")
+MOSTLY_PLAIN = ("prompt_90", "strict_90")
 PANELS = (
     Panel(title="reward: primitives", variants=PRIMITIVES),
     Panel(title="reward: what is trained on", variants=("octopus", "longest_path")),
@@ -42,8 +43,8 @@ PANELS = (
         unit=1.0,
         label="seconds since the warm-up",
     ),
-    Panel(title="reward: roots that reply without a call", variants=ENDINGS),
-    Panel(title="roots that fork", variants=ENDINGS, height="forked"),
+    Panel(title="roots that fork (half reply without a call)", variants=ENDINGS, height="forked"),
+    Panel(title="roots that fork (9 of 10 do)", variants=MOSTLY_PLAIN, height="forked"),
     Panel(title="roots that reply without a call", variants=ENDINGS, height="plain_reply"),
 )
 

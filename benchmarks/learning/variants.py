@@ -51,4 +51,6 @@ VARIANTS: dict[str, Variant] = {
     "prompt": Variant(plain_replies=0.5),
     "strict": Variant(plain_replies=0.5, ending="strict"),
     "fallback": Variant(plain_replies=0.5, ending="fallback"),
+    "prompt_90": Variant(plain_replies=0.9),
+    "strict_90": Variant(plain_replies=0.9, ending="strict"),
 }
