@@ -55,7 +55,7 @@ async def play_tree(served: Served, *, kills: bool) -> EpisodeRecord:
         asyncio.create_task(bench.sessions.turn(bench.call(name), sampling=LONG))
         for name in ("root", "b")
     ]
-    await until_sampled(engine, 20)
+    await until_sampled(engine, 4)
     if kills:
         os.kill(core_pid(engine), signal.SIGKILL)
     # Not a turn: that would tell how far the others are, which they are at any time.
