@@ -25,14 +25,20 @@ class Closing:
     Args:
         service: What they share.
         sink: Where records go; None keeps none.
+        on_closing: Told each episode that ends, before it gives back what it holds.
         on_closed: Told each episode that is closed, its record written.
     """
 
     def __init__(
-        self, service: Service, sink: RecordSink | None, on_closed: Callable[[Episode], None]
+        self,
+        service: Service,
+        sink: RecordSink | None,
+        on_closing: Callable[[Episode], None],
+        on_closed: Callable[[Episode], None],
     ) -> None:
         self._service = service
         self._sink = sink
+        self._on_closing = on_closing
         self._on_closed = on_closed
         self._running: dict[str, asyncio.Task[CloseReply]] = {}
         self.replies: OrderedDict[str, CloseReply] = OrderedDict()
@@ -73,6 +79,7 @@ class Closing:
         await episode.stop_calls()
         end_threads(episode, reason)
         record = build_record(episode, reason, **outcome)
+        self._on_closing(episode)
         try:
             await self._service.engine.release([node.cursor for node in episode.nodes])
         except HarnessError as error:

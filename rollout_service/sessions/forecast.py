@@ -18,8 +18,8 @@ _TYPICAL_CURSORS = 32
 _FEW = 4
 """Episodes that may begin as if none forked, and ends that tell what they take if they do."""
 _LEARNING_RATE = 0.05
-_MAX_TELLING_USE = 0.95
-"""Above, the pool evicts, and its use says less than what the episodes take."""
+_TELLING_USE = (0.01, 0.95)
+"""Below, whole pages of little tell too much; above, what the pool has evicted is not seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,18 @@ class Forecast:
         self._ended: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._correction = 1.0
         """What episodes are seen to take, over what their tokens and cursors should."""
+        self._num_seen = 0
+
+    def ending(self, stats: EngineStats, open_episodes: Sequence[Footprint]) -> None:
+        """Learn from the pool before an episode gives back what it took.
+
+        Nobody may have waited while it ran, so nothing may have been learned of it yet.
+
+        Args:
+            stats: The pool now.
+            open_episodes: Those that have taken from it, the one that ends among them.
+        """
+        self._learn(stats, sum(map(self._size, open_episodes)))
 
     def ended(self, episode: Footprint) -> None:
         """Learn from an episode that has closed; one that never began tells nothing."""
@@ -85,7 +97,9 @@ class Forecast:
         """
         final = self.expected_size(open_episodes)
         sizes = [self._size(episode) for episode in open_episodes]
-        self._learn(stats, sum(sizes), final)
+        # Of little, what is being computed just now would count too much.
+        if sum(sizes) >= final:
+            self._learn(stats, sum(sizes))
         if not any(episode.is_growing for episode in open_episodes):
             return stats.kv_use
         growing, steady = [0.0], 0.0
@@ -100,11 +114,12 @@ class Forecast:
     def _size(self, episode: Footprint) -> float:
         return episode.num_tokens + self._cursor_tokens * episode.num_cursors
 
-    def _learn(self, stats: EngineStats, size: float, final: float) -> None:
-        # Of little, what is being computed just now would count too much.
-        if size >= final and stats.kv_use <= _MAX_TELLING_USE:
-            seen = stats.tokens_resident / size
-            self._correction += _LEARNING_RATE * (seen - self._correction)
+    def _learn(self, stats: EngineStats, size: float) -> None:
+        at_least, at_most = _TELLING_USE
+        if size > at_least * stats.tokens_capacity and stats.kv_use <= at_most:
+            self._num_seen += 1
+            rate = max(_LEARNING_RATE, 1 / (1 + self._num_seen))
+            self._correction += rate * (stats.tokens_resident / size - self._correction)
 
 
 def _fullest_moment(sizes: Iterable[float], final: float) -> float:

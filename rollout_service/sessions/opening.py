@@ -57,6 +57,15 @@ class Opening:
         """Episodes in the queue."""
         return self._admission.num_waiting
 
+    def ending(self, episode: Episode) -> None:
+        """Learn from the pool while it still holds what an episode that closes took."""
+        holding = [
+            each.footprint()
+            for each in self._episodes.values()
+            if each is episode or each.closing is None
+        ]
+        self._forecast.ending(self._engine.stats(), holding)
+
     def ended(self, episode: Episode) -> None:
         """Learn from an episode that has closed how much room one takes."""
         self._forecast.ended(episode.footprint())

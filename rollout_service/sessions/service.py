@@ -88,7 +88,7 @@ class Sessions:
         )
         self._loaded_versions = loaded_versions or (lambda: (newest_version(),))
         self._episodes: dict[str, Episode] = {}
-        self._closing = Closing(self._service, sink, self._forget)
+        self._closing = Closing(self._service, sink, self._ending, self._forget)
         self._began_s = time.monotonic()
         self._opening = Opening(self._service, self._episodes, self._closing.replies)
 
@@ -341,6 +341,9 @@ class Sessions:
     ) -> T:
         episode = self.episode(call.episode_id, call.owner)
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
+
+    def _ending(self, episode: Episode) -> None:
+        self._opening.ending(episode)
 
     def _forget(self, episode: Episode) -> None:
         del self._episodes[episode.episode_id]

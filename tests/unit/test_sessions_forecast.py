@@ -182,11 +182,17 @@ def test_room_that_nobody_told_of_is_found_out(seed: int) -> None:
 
 
 def simulate_trees(
-    forecast: Forecast, seed: int, *, num_episodes: int = 64, interval: int = 0
+    forecast: Forecast,
+    seed: int,
+    *,
+    num_episodes: int = 64,
+    interval: int = 0,
+    untold: float = 1.0,
 ) -> list[float]:
     """Pool use over time under episodes that fork ten branches each; one comes every `interval`.
 
-    All grow alike, to about 45,000 tokens and 150 cursors; the pool holds ten.
+    All grow alike, to about 45,000 tokens and 150 cursors, and take `untold` times what these
+    should; without that the pool holds ten.
     """
     rng, num_cursors, capacity = random.Random(seed), 150, 450_000 + 1500 * int(CURSOR_TOKENS)
     waiting, time, uses = deque[float](), 0, []
@@ -198,7 +204,8 @@ def simulate_trees(
 
     def taken() -> float:
         sizes = [seen(grown) for grown, _ in running]
-        return sum(each.num_tokens + CURSOR_TOKENS * each.num_cursors for each in sizes)
+        told = sum(each.num_tokens + CURSOR_TOKENS * each.num_cursors for each in sizes)
+        return untold * told
 
     while lengths or waiting or running:
         while lengths and (not interval or time % interval == 0):
@@ -214,9 +221,10 @@ def simulate_trees(
         for episode in running:
             episode[0] += 0.01
         uses.append(taken() / capacity)
-        for grown, _ in (each for each in running if each[0] >= each[1]):
-            forecast.ended(seen(grown))
-        running = [each for each in running if each[0] < each[1]]
+        for episode in [each for each in running if each[0] >= each[1]]:
+            forecast.ending(pool(taken(), capacity), [seen(grown) for grown, _ in running])
+            running.remove(episode)
+            forecast.ended(seen(episode[0]))
         time += 1
     return uses
 
@@ -232,6 +240,19 @@ def test_trees_that_begin_together_or_not_hold_the_pool_below_the_gate(
     # Ten fit in, a hundred moments each: with three quarters of the pool in use all the time they
     # take 850 moments, or as long as they take to come.
     assert len(uses) < max(1050, 64 * interval + 130)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_burst_is_held_by_what_was_learned_while_nobody_waited(seed: int) -> None:
+    forecast = Forecast(replace(DRY_INFO, cursor_tokens=CURSOR_TOKENS), 8192)
+    simulate_trees(forecast, seed, num_episodes=4, untold=1.4)
+    assert max(simulate_trees(forecast, seed + 1, untold=1.4)) <= 0.8
+
+
+def test_whole_pages_of_little_are_not_learned_from() -> None:
+    forecast = settled(100, growing(0))
+    forecast.ending(pool(500, 10_000), growing(10))
+    assert forecast.peak_use(pool(0, 10_000), growing(0)) == pytest.approx(200 / 10_000)
 
 
 def test_a_gate_on_use_alone_lets_them_flood_it() -> None:
