@@ -186,8 +186,13 @@ def test_a_store_knows_what_went_with_the_process_before() -> None:
     evicted, kept, turn = new_cursor(None, 1, 2), new_cursor(None, 3, 4), new_cursor(None, 5, 6)
     for residency, cursor in enumerate((evicted, kept, turn), 1):
         before.put(0, cursor, own(residency, 1), complete=False)
+    older = new_cursor(None, 7, 8)
+    before.put(3, older, own(4, 1), complete=False)
     before.forget([1])
     store.succeed(before)
+    # Given back before anything was computed under its version again.
+    assert store.gone_by(3, older) == "restart" and store.release([older]) == []
+    assert not store.gone_by(3, older)
     assert len(store) == 0 and store.get(0, kept, complete=False) is None
     told = [store.gone_by(0, cursor) for cursor in (evicted, kept, turn)]
     assert told == ["eviction", "restart", "restart"]

@@ -124,17 +124,18 @@ async def test_ends_of_long_ago_count_no_more() -> None:
     await supervisor.close()
 
 
-async def test_starts_that_fail_slowly_end_it_too() -> None:
-    policy = RestartPolicy(max_restarts=2, window_s=0.001, first_pause_s=0.01)
+async def test_starts_that_fail_slowly_end_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    policy = RestartPolicy(max_restarts=3, window_s=0.001, first_pause_s=0.06, max_pause_s=0.06)
     starts = Starts()
     supervisor = Supervisor(starts, policy)
     await supervisor.start()
     starts.failures += [ConfigError("no memory") for _ in range(9)]
     (await supervisor.running()).end()
     async with asyncio.timeout(5):
-        with pytest.raises(Unavailable, match=r"no memory.*3 times"):
+        with pytest.raises(Unavailable, match=r"no memory.*4 times"):
             await supervisor.running()
-    assert len(starts.times_s) == 3
+    assert len(starts.times_s) == 4
+    assert caplog.text.count("started again in 0.1 s") == 3, "the pauses grow no further"
     await supervisor.close()
 
 
