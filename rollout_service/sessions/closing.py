@@ -79,8 +79,8 @@ class Closing:
         await episode.stop_calls()
         end_threads(episode, reason)
         record = build_record(episode, reason, **outcome)
-        self._on_closing(episode)
         try:
+            self._on_closing(episode)
             await self._service.engine.release([node.cursor for node in episode.nodes])
         except HarnessError as error:
             # An engine that has ended holds nothing, and the episode is data all the same.

@@ -95,6 +95,7 @@ class Episode:
         self.background = Background()
         """Residency being given back: it goes on where the caller of a call has left."""
         self._replies = Replies(service.options.max_replies)
+        self._num_restarts = service.engine.stats().restarts
         self._head_ids = itertools.count(1)
         self._began_s = self._last_call_s = time.monotonic()
         self.add_thread(ROOT_THREAD, parent=None, base=None)
@@ -187,6 +188,7 @@ class Episode:
             num_cursors=len(self.nodes),
             num_threads=max(1 + may_fork, len(self.threads)),
             is_growing=works or lately,
+            num_restarts=self._num_restarts,
         )
 
     def versions_in_use(self) -> set[int]:

@@ -33,6 +33,8 @@ class Footprint:
     """Threads that it may have, or has where it is not expected to fork."""
     is_growing: bool
     """Whether something of it runs, or has lately."""
+    num_restarts: int = 0
+    """Of the engine before it began: what it held before another one is there no more."""
 
 
 class Forecast:
@@ -62,7 +64,7 @@ class Forecast:
             stats: The pool now.
             open_episodes: Those that have taken from it, the one that ends among them.
         """
-        self._learn(stats, sum(map(self._size, open_episodes)))
+        self._learn(stats, open_episodes)
 
     def ended(self, episode: Footprint) -> None:
         """Learn from an episode that has closed; one that never began tells nothing."""
@@ -99,7 +101,7 @@ class Forecast:
         sizes = [self._size(episode) for episode in open_episodes]
         # Of little, what is being computed just now would count too much.
         if sum(sizes) >= final:
-            self._learn(stats, sum(sizes))
+            self._learn(stats, open_episodes)
         if not any(episode.is_growing for episode in open_episodes):
             return stats.kv_use
         growing, steady = [0.0], 0.0
@@ -114,7 +116,11 @@ class Forecast:
     def _size(self, episode: Footprint) -> float:
         return episode.num_tokens + self._cursor_tokens * episode.num_cursors
 
-    def _learn(self, stats: EngineStats, size: float) -> None:
+    def _learn(self, stats: EngineStats, open_episodes: Sequence[Footprint]) -> None:
+        restarts = {episode.num_restarts for episode in open_episodes}
+        if not stats.is_serving or restarts != {stats.restarts}:
+            return
+        size = sum(map(self._size, open_episodes))
         at_least, at_most = _TELLING_USE
         if size > at_least * stats.tokens_capacity and stats.kv_use <= at_most:
             self._num_seen += 1

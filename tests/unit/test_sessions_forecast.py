@@ -47,6 +47,36 @@ def footprint(
     )
 
 
+def test_what_went_with_an_engine_process_teaches_nothing() -> None:
+    held = [footprint(50_000) for _ in range(6)]
+    forecast = settled(100_000, held)
+    before = forecast.peak_use(pool(300_000, 1_000_000), held)
+    assert before == pytest.approx(0.65)
+    for stats in (
+        replace(pool(0, 1_000_000), is_serving=False),
+        replace(pool(0, 1_000_000), restarts=1),
+    ):
+        for _ in range(20):
+            forecast.ending(stats, held)
+            assert forecast.peak_use(stats, held) == before
+    # Those that began since do.
+    held = [replace(each, num_restarts=1) for each in held]
+    forecast.ending(replace(pool(150_000, 1_000_000), restarts=1), held)
+    assert forecast.peak_use(replace(pool(150_000, 1_000_000), restarts=1), held) < before
+
+
+async def test_an_episode_knows_after_how_many_restarts_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine()
+    bench, stats = Bench(engine), engine.stats
+    first = await bench.open()
+    monkeypatch.setattr(engine, "stats", lambda: replace(stats(), restarts=2))
+    bench.episode_id = "f"
+    second = await bench.open()
+    assert [each.footprint().num_restarts for each in (first, second)] == [0, 2]
+
+
 def growing(*tokens: int) -> list[Footprint]:
     return [footprint(num) for num in tokens]
 

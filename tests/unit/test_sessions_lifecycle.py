@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
 
 import pytest
 
@@ -326,3 +327,18 @@ async def test_a_name_that_no_log_line_could_hold_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="the episode_id cannot be used"):
         await bench.sessions.open(OpenRequest(episode_id=name))
     await bench.open(group_id="n" * 512)
+
+
+async def test_a_record_is_written_where_the_engine_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    await bench.open()
+    await bench.say()
+
+    def gone() -> NoReturn:
+        raise Unavailable("the engine is not running")
+
+    monkeypatch.setattr(bench.engine, "stats", gone)
+    record = await bench.close(reward=1.0)
+    assert record.reward == 1.0 and bench.sink.records == [record]
