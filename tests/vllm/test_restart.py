@@ -59,9 +59,10 @@ async def play_tree(served: Served, *, kills: bool) -> EpisodeRecord:
     if kills:
         os.kill(core_pid(engine), signal.SIGKILL)
     # Not a turn: that would tell how far the others are, which they are at any time.
-    late = bench.sessions.read_thread(bench.call("a"), "b", 1, 1)
+    late = asyncio.create_task(bench.sessions.read_thread(bench.call("a"), "b", 1, 1))
     async with asyncio.timeout(SOON_S):
-        await asyncio.gather(*running, late)
+        await asyncio.gather(*running)
+        await late
     # Mounts of what was computed before and after, on a head of before; a rewind to before.
     await bench.sessions.read_thread(bench.call("a"), "b", 1, 3)
     await bench.sessions.turn(bench.call("a"), sampling=GREEDY)
