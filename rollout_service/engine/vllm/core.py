@@ -38,7 +38,7 @@ class Core:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process ended unasked."""
+        """Whether its process ended, or is being closed."""
         return self.process.has_ended
 
     async def ended(self) -> Unavailable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import signal
@@ -69,8 +70,8 @@ class EngineProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended unasked, or told that it does."""
-        return self._ended.done() or self._is_dying()
+        """Whether it ended, told that it does, or is being closed."""
+        return self._closing is not None or self._ended.done() or self._is_dying()
 
     async def ended(self) -> Unavailable:
         """Wait until it has ended unasked; returns what its callers are told."""
@@ -128,6 +129,9 @@ class EngineProcess:
             # Its task would take the process's end for a failure.
             handler.cancel()
             await asyncio.wait([handler])
+            # Nobody else would tell requests that still run.
+            seams: Any = importlib.import_module("rollout_service.engine.vllm.seams")
+            self._llm.output_processor.propagate_error(seams.EngineDeadError())
         context = self._llm.engine_core.resources.ctx
         await asyncio.to_thread(self._llm.shutdown)
         # Its sockets are closed by a callback on this loop, which leaves their context open.

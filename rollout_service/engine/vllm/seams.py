@@ -174,6 +174,10 @@ AsyncLLM: Any = find_seam(
     remove_lora="lora_id",
     collective_rpc="method args",
 )
+EngineDeadError: Any = find_seam("vllm.v1.engine.exceptions:EngineDeadError")
+OutputProcessor: Any = find_seam(
+    "vllm.v1.engine.output_processor:OutputProcessor", propagate_error="e"
+)
 AsyncMPClient: Any = find_seam("vllm.v1.engine.core_client:AsyncMPClient", "call_utility_async")
 StatLoggerBase: Any = find_seam("vllm.v1.metrics.loggers:StatLoggerBase", "record")
 SamplingParams: Any = find_seam(
