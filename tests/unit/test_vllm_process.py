@@ -94,6 +94,8 @@ async def test_close_that_is_cancelled_goes_on_and_is_waited_for(core: BaseProce
     told = asyncio.Event()
     llm = _llm(core)
     llm.output_handler = asyncio.create_task(told.wait())
+    llm.dead_error = RuntimeError("dead")
+    llm.output_processor = SimpleNamespace(propagate_error=lambda error: done.append(str(error)))
     llm.shutdown = lambda: done.append("shut down")
     llm.engine_core.resources.ctx = SimpleNamespace(destroy=lambda _: done.append("destroyed"))
     watched = EngineProcess(llm)
@@ -110,7 +112,7 @@ async def test_close_that_is_cancelled_goes_on_and_is_waited_for(core: BaseProce
         assert not second.done() and not done
         told.set()
         await second
-    assert done == ["shut down", "destroyed"]
+    assert done == ["dead", "shut down", "destroyed"]
 
 
 async def test_start_that_is_cancelled_kills_what_it_started() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import multiprocessing
 import os
 import signal
@@ -130,8 +129,7 @@ class EngineProcess:
             handler.cancel()
             await asyncio.wait([handler])
             # Nobody else would tell requests that still run.
-            seams: Any = importlib.import_module("rollout_service.engine.vllm.seams")
-            self._llm.output_processor.propagate_error(seams.EngineDeadError())
+            self._llm.output_processor.propagate_error(self._llm.dead_error)
         context = self._llm.engine_core.resources.ctx
         await asyncio.to_thread(self._llm.shutdown)
         # Its sockets are closed by a callback on this loop, which leaves their context open.

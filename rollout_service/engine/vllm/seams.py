@@ -168,13 +168,13 @@ AsyncEngineArgs: Any = find_seam(
 AsyncLLM: Any = find_seam(
     "vllm.v1.engine.async_llm:AsyncLLM",
     "shutdown",
+    "dead_error",
     from_vllm_config="vllm_config stat_loggers disable_log_stats",
     generate="prompt sampling_params request_id lora_request priority",
     add_lora="lora_request",
     remove_lora="lora_id",
     collective_rpc="method args",
 )
-EngineDeadError: Any = find_seam("vllm.v1.engine.exceptions:EngineDeadError")
 OutputProcessor: Any = find_seam(
     "vllm.v1.engine.output_processor:OutputProcessor", propagate_error="e"
 )
