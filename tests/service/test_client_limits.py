@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -105,3 +106,23 @@ async def test_the_health_check_tells_whether_calls_are_served_and_asks_for_no_t
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         await running.sessions.drain()
         assert await check(b"") == not_serving
+
+
+async def test_watches_of_the_health_check_are_bounded_and_given_back() -> None:
+    async with served(ScriptedEngine(), access=ACCESS) as running, asyncio.timeout(20):
+        watch = running.channel.unary_stream("/grpc.health.v1.Health/Watch")
+        calls = [watch(b"") for _ in range(64)]
+        for call in calls:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="64 Watch streams are open, limit 64") as caught:
+            await watch(b"").read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls.pop().cancel()
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                calls.append(again := watch(b""))
+                await again.read()
+                break
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
