@@ -114,7 +114,7 @@ async def test_watches_of_the_health_check_are_bounded_and_given_back() -> None:
         calls = [watch(b"") for _ in range(64)]
         for call in calls:
             await call.read()
-        with pytest.raises(grpc.aio.AioRpcError, match="64 Watch streams are open, limit 64") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="64 Watch streams are open") as caught:
             await watch(b"").read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         calls.pop().cancel()
