@@ -199,8 +199,8 @@ async def test_silent_and_garbling_connections_hold_nobody_up(running: Served) -
 
 
 async def test_a_flood_of_openings_and_calls_is_served_and_forgotten() -> None:
-    # Small enough for all of them to be admitted.
-    options = SessionOptions(run="r", thread_budget=1000)
+    # Small enough for all of them to be admitted, whatever they fork.
+    options = SessionOptions(run="r", thread_budget=300)
     async with served(DiceEngine(0), options=options) as running:
         await _flood(running)
 
