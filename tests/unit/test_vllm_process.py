@@ -232,3 +232,23 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_sockets_of_vllm_go_with_the_process_that_prepared_for_them() -> None:
+    script = """
+import os, pathlib, sys
+from rollout_service.engine.vllm.launch import prepare_environment
+
+for _ in range(2):
+    prepare_environment()
+folder = pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"])
+(folder / "socket").touch()
+assert len(sys.path) == len(set(sys.path)), sys.path
+print(folder)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_RPC_BASE_PATH"}
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    folder = Path(ran.stdout.strip())
+    assert folder.name.startswith("octopus-") and not folder.exists()

@@ -5,11 +5,14 @@ vLLM is imported here at the earliest in `launch`, after the environment that it
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +48,7 @@ _ENVIRONMENT = {
     # It tells of memory that it then frees, which is what it is for.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +74,17 @@ class Pool:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM and its engine process read when they are imported; what is set stays."""
+    """Set what vLLM and its engine process read when they are imported; what is set stays.
+
+    May be called again.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if importlib.util.find_spec("torchvision") is None:
+    if _SOCKETS not in os.environ:
+        # It leaves them where they are: they go with this process.
+        folder = os.environ[_SOCKETS] = tempfile.mkdtemp(prefix="octopus-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if importlib.util.find_spec("torchvision") is None and str(_STUBS) not in sys.path:
         # vLLM's Qwen 3.5 module imports vision code that a text model never calls.
         sys.path.append(str(_STUBS))
         paths = [os.environ.get("PYTHONPATH", ""), str(_STUBS)]
