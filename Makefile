@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
+DOCS_STAMP := $(VENV)/.installed-docs
 # The whole loop, conformance, random use, a killed engine, page layouts.
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions restart groups \
 	layouts seams))
@@ -30,6 +31,12 @@ $(TEST_STAMP): $(STAMP)
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# Needs neither torch nor a service: a page of the site is made from sources.
+$(DOCS_STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
 install: $(STAMP) ## Install into .venv.
 
 demo: $(STAMP) ## Train a tiny branching agent here, end to end.
@@ -38,7 +45,7 @@ demo: $(STAMP) ## Train a tiny branching agent here, end to end.
 # A process for each of two cores, one thread in each. Files come in the order of testpaths: by
 # itself, xdist puts those of a single test last, among them the longest. vLLM's tests have a
 # process of their own: what it leaves there is not what the other tests should meet.
-test: lint ## Lint, types, and tests: unit, service, end to end, then a slice of vLLM's.
+test: lint docs ## Lint, types, documentation, and tests: unit, service, end to end, a slice of vLLM's.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest $(VLLM_SLICE)
 
@@ -78,9 +85,7 @@ lint: $(TEST_STAMP) ## ruff and pyright.
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: ## Build the documentation into build/site.
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[docs]'
+docs: $(DOCS_STAMP) ## Build the documentation into build/site; a warning is an error.
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 proto: $(TEST_STAMP) ## Regenerate the stubs in harness_sdk/rpc/v1.
