@@ -22,8 +22,8 @@ from benchmarks.vllm_engine.world import running
 Measure = Callable[[], Awaitable[None]]
 
 LIMIT_S = {
-    "fork": 120,
-    "rewind": 120,
+    "fork": 180,
+    "rewind": 180,
     "mount": 120,
     "assembly": 90,
     "resident": 120,
