@@ -32,6 +32,9 @@ class Agent:
     the answer itself where the thread has not ended."""
     score: Callable[[Task, str], float | Awaitable[float]]
     """Outcome y in [0, 1] of a task's answer."""
+    eval_tasks: Callable[[], Iterable[Task] | AsyncIterable[Task]] | None = None
+    """What `octopus eval` scores in place of `tasks`, which may be trained on; `eval_tasks()` in
+    agent.py, if it has one."""
     metrics: Callable[[Task, str], Mapping[str, float]] | None = None
     """What is reported beside the outcome; `metrics` in agent.py, if it has one."""
     limits: Limits | None = None
@@ -86,6 +89,7 @@ def load_agent(folder: Path) -> Agent:
         tasks=module.tasks,
         run=module.run,
         score=module.score,
+        eval_tasks=getattr(module, "eval_tasks", None),
         metrics=getattr(module, "metrics", None),
         limits=getattr(module, "LIMITS", None),
         primitives=tuple(getattr(module, "PRIMITIVES", PRIMITIVES)),

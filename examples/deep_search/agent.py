@@ -8,14 +8,16 @@ the model. With `--limits.max-threads 0` the same prompts are worked off on one 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness_sdk import Limits, Message, SamplingOptions, Thread, Turn
+from harness_sdk.errors import ConfigError
 
 from .browser import Browser
-from .corpus import shipped_corpus, shipped_questions
+from .corpus import is_held_out, shipped_corpus, shipped_questions
 from .scoring import exact_match, f1, golds
 
 LIMITS = Limits(thread_budget=2_048, answer_reserve=256, max_threads=6, max_turns=12)
@@ -23,6 +25,11 @@ PRIMITIVES = ()
 """None: this code calls them, not the model."""
 # The temperature at which a 135M model still makes sense; it is recorded and trained as such.
 SAMPLING = SamplingOptions(max_tokens=16, temperature=0.5)
+
+REWARDS = {"exact_match": exact_match, "f1": f1}
+REWARD = os.environ.get("DEEP_SEARCH_REWARD", "exact_match")
+if REWARD not in REWARDS:
+    raise ConfigError("no such DEEP_SEARCH_REWARD", value=REWARD, limit=", ".join(REWARDS))
 
 _SYSTEM = "You answer questions from passages, in as few words as possible."
 _NUM_PASSAGES, _PASSAGE_WORDS = 2, 32
@@ -33,18 +40,23 @@ _PAIR = re.compile(rf"({_NAME.pattern}),? (?:and|or) (?:the )?({_NAME.pattern})"
 
 
 def tasks() -> Sequence[Mapping[str, Any]]:
-    """The shipped questions, comparisons first: a small model answers some of those."""
-    return sorted(shipped_questions(), key=lambda task: task["type"] != "comparison")
+    """The questions to train on, comparisons first: a small model answers some of those."""
+    return [task for task in _questions() if not is_held_out(task["id"])]
+
+
+def eval_tasks() -> Sequence[Mapping[str, Any]]:
+    """The questions that `octopus eval` scores, in the same order."""
+    return [task for task in _questions() if is_held_out(task["id"])]
 
 
 def score(task: Mapping[str, Any], answer: str) -> float:
-    """The reward: exact match with the answer or one of its aliases."""
-    return exact_match(answer, golds(task))
+    """The reward: exact match with the answer or one of its aliases, or F1."""
+    return REWARDS[REWARD](answer, golds(task))
 
 
 def metrics(task: Mapping[str, Any], answer: str) -> dict[str, float]:
-    """What is reported beside the reward."""
-    return {"f1": f1(answer, golds(task))}
+    """What is reported beside the reward: all that could be it."""
+    return {name: reward(answer, golds(task)) for name, reward in REWARDS.items()}
 
 
 async def run(thread: Thread, task: Mapping[str, Any]) -> None:
@@ -144,6 +156,10 @@ def short_answer(text: str, question: str) -> str:
     if first is not None and is_closed(question):
         return first[1].lower()
     return line.removesuffix(".")
+
+
+def _questions() -> Sequence[Mapping[str, Any]]:
+    return sorted(shipped_questions(), key=lambda task: task["type"] != "comparison")
 
 
 def _spelled_out(hop: str) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
+DATA_VARIABLE = "DEEP_SEARCH_DATA"
+"""Names a folder with the files of `DATA` that takes its place."""
 NUM_HITS = 10
+_PARTS, _HELD_OUT_PARTS = 5, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,12 @@ def shipped_questions() -> tuple[dict[str, Any], ...]:
     return tuple(_rows("questions.jsonl.gz"))
 
 
+def is_held_out(question_id: str) -> bool:
+    """Whether a question is kept out of training: two of five, whatever others there are."""
+    return zlib.crc32(question_id.encode()) % _PARTS < _HELD_OUT_PARTS
+
+
 def _rows(name: str) -> list[dict[str, Any]]:
-    with gzip.open(DATA / name, "rt", encoding="utf-8") as lines:
+    folder = Path(os.environ.get(DATA_VARIABLE, DATA))
+    with gzip.open(folder / name, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

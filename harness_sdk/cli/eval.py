@@ -1,4 +1,4 @@
-"""`octopus eval`: each task of an agent folder once, scored and kept out of training."""
+"""`octopus eval`: each task of an agent folder that is for it, scored and kept out of training."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(render_config(config, args.dry_run))
         return 0
     agent = configured_agent(args.agent, config)
+    agent = replace(agent, tasks=agent.eval_tasks or agent.tasks)
     cost = read_model_cost(config.cost_model) if config.cost_model is not None else None
     if args.json is not None:
         # Hours of episodes must not end at a folder that is not there.

@@ -461,6 +461,23 @@ async def test_eval_command_scores_each_task_once_and_writes_figures(
     assert {record.group_id for record in service.records.written} == {""}
 
 
+async def test_eval_command_takes_the_tasks_that_are_for_it(
+    service: Running, folder: Path, tmp_path: Path
+) -> None:
+    with (folder / "agent.py").open("a") as file:
+        file.write('\n\ndef eval_tasks():\n    return [t for t in tasks() if t["id"] == "b"]\n')
+    figures = tmp_path / "figures.json"
+    for words in (
+        ("run", str(folder), "--address", service.address, "--group-size", "1"),
+        ("eval", str(folder), "--address", service.address, "--json", str(figures)),
+    ):
+        process = await octopus(*words)
+        _, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+    assert [result["task_id"] for result in json.loads(figures.read_text())["results"]] == ["b"]
+    assert sorted(record.task_id for record in service.records.written) == ["a", "b", "b", "c"]
+
+
 async def test_run_command_prints_groups_and_a_summary(service: Running, folder: Path) -> None:
     process = await octopus(
         "run", str(folder), "--address", service.address, "--group-size", "2", "--groups", "5"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from examples.deep_search.browser import HIT_WORDS, PAGE_WORDS, Browser
 from examples.deep_search.constrained.grammar import one_call
 from examples.deep_search.corpus import (
     DATA,
+    DATA_VARIABLE,
     NUM_HITS,
     Corpus,
     Passage,
@@ -68,17 +73,71 @@ def test_score_takes_aliases() -> None:
     task = {"answer": "Waylon Malloy Payne", "aliases": ["Waylon Payne"]}
     assert agent.score(task, "waylon payne") == 1.0
     assert agent.score(task, "Waylon") == 0.0
-    assert agent.metrics(task, "Waylon")["f1"] == pytest.approx(2 / 3)
+    assert agent.metrics(task, "Waylon") == {"exact_match": 0.0, "f1": pytest.approx(2 / 3)}
+
+
+def test_the_reward_may_be_f1(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"answer": "Mystic River", "aliases": []}
+    assert agent.score(task, "Mystic") == 0.0
+    monkeypatch.setattr(agent, "REWARD", "f1")
+    assert agent.score(task, "Mystic") == pytest.approx(2 / 3)
+    assert agent.metrics(task, "Mystic") == {"exact_match": 0.0, "f1": pytest.approx(2 / 3)}
+
+
+def test_settings_come_from_the_environment(tmp_path: Path) -> None:
+    for name in ("passages.jsonl.gz", "questions.jsonl.gz"):
+        lines = gzip.decompress((DATA / name).read_bytes()).splitlines(keepends=True)
+        (tmp_path / name).write_bytes(gzip.compress(b"".join(lines[:20])))
+    known = {task["id"] for task in agent.tasks()}
+    found = _in_a_process(
+        "import json; from examples.deep_search import agent, corpus; print(json.dumps("
+        "[agent.REWARD, [t['id'] for t in agent.tasks()], len(agent.eval_tasks()),"
+        " len(corpus.shipped_passages())]))",
+        {"DEEP_SEARCH_REWARD": "f1", DATA_VARIABLE: str(tmp_path)},
+    )
+    reward, training, num_held_out, num_passages = json.loads(found.stdout)
+    assert (reward, num_passages) == ("f1", 20)
+    assert len(training) + num_held_out == 20
+    # On which side a question is does not depend on the others.
+    assert 0 < len(training) < 20
+    assert set(training) <= known
+
+
+def test_an_unknown_reward_is_refused() -> None:
+    found = _in_a_process("import examples.deep_search.agent", {"DEEP_SEARCH_REWARD": "bleu"})
+    assert found.returncode != 0
+    assert "no such DEEP_SEARCH_REWARD; got bleu" in found.stderr
+
+
+def _in_a_process(code: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_no_question_is_both_trained_on_and_held_out() -> None:
+    training, held_out = agent.tasks(), agent.eval_tasks()
+    assert (len(training), len(held_out)) == (56, 44)
+    assert {task_id(task) for task in [*training, *held_out]} == {
+        task["id"] for task in shipped_questions()
+    }
+    for part in (training, held_out):
+        # The first ones are those that a small model can answer.
+        assert [task["type"] == "comparison" for task in part] == sorted(
+            (task["type"] == "comparison" for task in part), reverse=True
+        )
+        assert {"comparison", "bridge", "2hop", "3hop1"} <= {task["type"] for task in part}
 
 
 def test_every_supporting_passage_is_shipped() -> None:
     passages = shipped_corpus().passages
-    tasks = agent.tasks()
-    assert len(tasks) == 100
+    tasks = shipped_questions()
     assert all(passage in passages for task in tasks for passage in task["supporting"])
     assert len({task_id(task) for task in tasks}) == 100
-    # The first ones are those that a small model can answer.
-    assert [task["type"] for task in tasks[:23]] == ["comparison"] * 23
 
 
 def test_shipped_data_is_small_and_attributed() -> None:
@@ -226,11 +285,13 @@ def test_the_folders_load_as_agents() -> None:
     assert driven.limits is not None
     assert driven.limits.max_threads == 10
     assert driven.metrics is alone.metrics is agent.metrics
+    assert driven.eval_tasks is alone.eval_tasks is guided.eval_tasks is agent.eval_tasks
     assert driven.run is model_driven.run
     assert alone.run is react.run
     assert alone.primitives == ("done",)
     constrained = load_agent(folder / "constrained")
     assert constrained.primitives == ("fork", "read_thread", "wait", "done")
+    assert constrained.eval_tasks is agent.eval_tasks
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from typing import Any
 
 from harness_sdk import Limits, SamplingOptions, Thread, ToolLoopOptions
 
-from ..agent import metrics, score, tasks
+from ..agent import eval_tasks, metrics, score, tasks
 from ..browser import Browser, browse
 from ..corpus import shipped_corpus
 from .grammar import one_call
 
-__all__ = ["LIMITS", "PRIMITIVES", "metrics", "run", "score", "tasks"]
+__all__ = ["LIMITS", "PRIMITIVES", "eval_tasks", "metrics", "run", "score", "tasks"]
 
 LIMITS = Limits(thread_budget=2_560, answer_reserve=256, max_threads=4, max_turns=8)
 PRIMITIVES = ("fork", "read_thread", "wait", "done")

@@ -11,10 +11,10 @@ from typing import Any
 
 from harness_sdk import Limits, Thread
 
-from ..agent import metrics, score, tasks
+from ..agent import eval_tasks, metrics, score, tasks
 from ..browser import browse
 
-__all__ = ["LIMITS", "metrics", "run", "score", "tasks"]
+__all__ = ["LIMITS", "eval_tasks", "metrics", "run", "score", "tasks"]
 
 LIMITS = Limits(max_threads=10, max_turns=50)
 """Ten workers an episode, at any depth."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from harness_sdk import Limits, Thread
 
-from ..agent import metrics, score, tasks
+from ..agent import eval_tasks, metrics, score, tasks
 from ..browser import browse
 
-__all__ = ["LIMITS", "PRIMITIVES", "metrics", "run", "score", "tasks"]
+__all__ = ["LIMITS", "PRIMITIVES", "eval_tasks", "metrics", "run", "score", "tasks"]
 
 LIMITS = Limits(max_turns=100)
 PRIMITIVES = ("done",)
