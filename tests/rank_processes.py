@@ -33,6 +33,8 @@ class Stepped:
     """Log-probabilities under the new adapter; at the leader alone."""
     num_weights: int
     """Numbers of the base model that this rank holds between passes."""
+    most_weights: int
+    """The most of them that it held when a layer began its forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +131,11 @@ def _main(
             optimizer = follower.Optimizer(policy.trainable_parameters(), config.optim_options)
             follower.copy_leader(policy, optimizer, ranks)
             _keep_gradients(policy, optimizer, kept)
+            _keep_most_weights(policy, kept)
             follower.follow_steps(policy, optimizer, config, ranks)
-        held = sum(_held(p) for _, m in policy.modules() for p in m.parameters(recurse=False))
         adapter = {name: value.detach() for name, value in policy.adapter_tensors().items()}
-        stepped = Stepped(**{"loss": 0.0, "probe": (), **kept}, adapter=adapter, num_weights=held)
+        kept = {"loss": 0.0, "probe": (), **kept}
+        stepped = Stepped(**kept, adapter=adapter, num_weights=_num_weights(policy))
         torch.save(stepped, folder / f"{rank}.pt")
         ranks.leave()
     except HarnessError as error:
@@ -154,6 +157,7 @@ def _lead(
     batch = Batch(groups=tuple(Group(group_id=g, episodes=tuple(e)) for g, e in groups.items()))
     kept: dict[str, Any] = {}
     _keep_gradients(state.policy, state.optimizer, kept)
+    _keep_most_weights(state.policy, kept)
     result = train_step(state.policy, state.optimizer, batch, config, version=0, ranks=ranks)
     probe = probe_logprobs(state.policy, (1, 2, 3, 4), ranks)
     dismiss(ranks)
@@ -177,6 +181,21 @@ def _keep_gradients(policy: Any, optimizer: Any, kept: dict[str, Any]) -> None:
         return step(**given)
 
     optimizer.step = keeping
+
+
+def _keep_most_weights(policy: Any, kept: dict[str, Any]) -> None:
+    kept["most_weights"] = 0
+
+    def count(*_: Any) -> None:
+        kept["most_weights"] = max(kept["most_weights"], _num_weights(policy))
+
+    for name, module in policy.modules():
+        if name.startswith("model.layers.") and name.count(".") == 2:
+            module.register_forward_pre_hook(count)
+
+
+def _num_weights(policy: Any) -> int:
+    return sum(_held(p) for _, m in policy.modules() for p in m.parameters(recurse=False))
 
 
 def _held(parameter: Any) -> int:

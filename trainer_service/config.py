@@ -128,12 +128,6 @@ class TrainerConfig(Options):
                 "model.activation_checkpointing",
                 "remove one: pieces compute their activations again already",
             )
-        if self.batch.max_piece_tokens is not None and self.ranks.sharding != "none":
-            raise _pair(
-                f"ranks.sharding {self.ranks.sharding}",
-                "batch.max_piece_tokens",
-                "use model.activation_checkpointing in place of pieces, or ranks.sharding none",
-            )
         self._check_optim()
         return self
 

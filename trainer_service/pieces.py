@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,15 @@ from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces, places
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[[PieceLayout, "PieceBoundary"], Outputs]
 """Computes one piece; tensors of equal length, differentiable in the parameters."""
+
+
+def num_pieces(num_tokens: int, max_tokens: int | None) -> int:
+    """Pieces of a strip of `num_tokens` rows, at most `max_tokens` in each; None cuts none.
+
+    Example:
+        `num_pieces(9, 4)` is 3.
+    """
+    return 1 if max_tokens is None else -(-num_tokens // max_tokens)
 
 
 class PiecePlan:
@@ -75,7 +83,10 @@ class PieceRun:
         return outputs
 
     def backward(self, compute: Compute, grads: Sequence[Outputs]) -> None:
-        """Add to the parameters' gradients what `grads` of each piece's outputs give."""
+        """Add to the parameters' gradients what `grads` of each piece's outputs give.
+
+        Not to be called within a backward: FSDP2 keeps there the weights that a forward gathers.
+        """
         self.grads = {
             slot: torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
             for slot, values in self.values.items()
@@ -179,30 +190,3 @@ class PieceBoundary:
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._piece.device)
-
-
-def piecewise(run: PieceRun, compute: Compute) -> list[Outputs]:
-    """Outputs of each piece of `run`; a backward through them adds to the parameters' gradients.
-
-    They are added as `Tensor.backward` does: `torch.autograd.grad` finds none.
-    """
-    if not torch.is_grad_enabled():
-        return run.forward(compute)
-    flat = _Piecewise.apply(torch.zeros((), requires_grad=True), run, compute)
-    size = len(flat) // len(run.plan.pieces)
-    return [flat[begin : begin + size] for begin in range(0, len(flat), size)]
-
-
-class _Piecewise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, run: PieceRun, compute: Compute) -> Outputs:
-        del anchor
-        ctx.run, ctx.compute = run, compute
-        return tuple(each for outputs in run.forward(compute) for each in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        size = len(grads) // len(ctx.run.plan.pieces)
-        by_piece = [grads[begin : begin + size] for begin in range(0, len(grads), size)]
-        ctx.run.backward(ctx.compute, by_piece)
-        return None, None, None

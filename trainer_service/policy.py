@@ -34,7 +34,7 @@ from trainer_service.models import (
     use_tree,
 )
 from trainer_service.objectives.base import PackedLogprobs
-from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
+from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, num_pieces
 from trainer_service.sharding import shard_layers
 from trainer_service.strip import Strip
 from tree_kernels.layout import Layout, PieceLayout
@@ -180,8 +180,8 @@ class Policy:
     def shard(self, mesh: DeviceMesh, device: str) -> None:
         """Divide the base weights among the ranks of `mesh`; each of them calls it.
 
-        From then on every pass is one of all ranks: each calls `logprobs` and what is built on it
-        as often as the others.
+        From then on every pass is one of all ranks: each calls `logprobs`, what is built on it and
+        the backward as often as the others, with the same `num_passes`.
 
         Args:
             mesh: Ranks, in one dimension.
@@ -191,13 +191,17 @@ class Policy:
         self._model.to(device)
         self.is_sharded = True
 
-    def logprobs(self, strip: Strip, *, max_piece_tokens: int | None = None) -> PackedLogprobs:
-        """Log-probability and entropy of every action of `strip`, differentiable.
+    def logprobs(
+        self, strip: Strip, *, max_piece_tokens: int | None = None, num_passes: int = 1
+    ) -> PackedLogprobs:
+        """Log-probability and entropy of every action of `strip`; use their own `backward`.
 
         Args:
             strip: The packed episodes.
             max_piece_tokens: A longer strip is computed in pieces of at most so many rows, with the
                 memory that `pieces.py` states; None computes it at once.
+            num_passes: Of a sharded policy, the same on all ranks: most pieces that one of them
+                computes now. Where the strip has fewer, the passes that are left have no effect.
 
         Raises:
             ConfigError: The strip was sampled with other mount layers.
@@ -210,23 +214,26 @@ class Policy:
                 remedy="set the same mount_layers on rollout and trainer",
             )
         strip = strip.to(self.device)
-        if max_piece_tokens is None or strip.num_tokens <= max_piece_tokens:
-            hidden = self._hidden(strip, slice(None), self._tree(strip.layout))
-            found = self._action_logprobs(strip, hidden[strip.action_source], slice(None))
-        else:
-            found = self._piecewise_logprobs(strip, max_piece_tokens)
+        if max(num_passes, num_pieces(strip.num_tokens, max_piece_tokens)) > 1:
+            return self._piecewise_logprobs(strip, max_piece_tokens, num_passes)
+        hidden = self._hidden(strip, slice(None), self._tree(strip.layout))
+        found = self._action_logprobs(strip, hidden[strip.action_source], slice(None))
         return PackedLogprobs(policy_logprobs=found[0], entropy=found[1])
 
     @torch.no_grad()
     def reference_logprobs(
-        self, strip: Strip, *, max_piece_tokens: int | None = None
+        self, strip: Strip, *, max_piece_tokens: int | None = None, num_passes: int = 1
     ) -> torch.Tensor:
         """Log-probability of every action under the base model, the adapter off, `[A]`."""
         with self._require_adapter().disable_adapter():
-            return self.logprobs(strip, max_piece_tokens=max_piece_tokens).policy_logprobs
+            found = self.logprobs(strip, max_piece_tokens=max_piece_tokens, num_passes=num_passes)
+        return found.policy_logprobs
 
-    def _piecewise_logprobs(self, strip: Strip, max_tokens: int) -> Sequence[torch.Tensor]:
-        run = PieceRun(PiecePlan(strip.layout, max_tokens))
+    def _piecewise_logprobs(
+        self, strip: Strip, max_tokens: int | None, num_passes: int
+    ) -> PackedLogprobs:
+        run = PieceRun(PiecePlan(strip.layout, max_tokens or strip.num_tokens))
+        num_idle = max(num_passes - len(run.plan.pieces), 0)
         actions = [
             torch.isin(strip.action_source, self._rows(piece)).nonzero()[:, 0]
             for piece in run.plan.pieces
@@ -239,9 +246,28 @@ class Policy:
             sources = torch.searchsorted(rows, strip.action_source[own])
             return self._action_logprobs(strip, hidden[sources], own)
 
+        with torch.no_grad():
+            outputs = zip(*run.forward(compute), strict=True)
+            self._idle(num_idle)
         order = torch.cat(actions).argsort()
-        outputs = zip(*piecewise(run, compute), strict=True)
-        return [torch.cat(values)[order] for values in outputs]
+        logprobs, entropy = (torch.cat(values)[order] for values in outputs)
+        if not torch.is_grad_enabled():
+            return PackedLogprobs(policy_logprobs=logprobs, entropy=entropy)
+        leaves = logprobs.requires_grad_(), entropy.requires_grad_()
+
+        def go_on() -> None:
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            run.backward(compute, [tuple(grad[own] for grad in grads) for own in actions])
+            self._idle(num_idle)
+
+        return PackedLogprobs(policy_logprobs=logprobs, entropy=entropy, go_on=go_on)
+
+    def _idle(self, num_passes: int) -> None:
+        """Go through the model, and back where autograd records, without effect."""
+        for _ in range(num_passes):
+            found = self.logprobs(flat_episode((0, 0)))
+            if torch.is_grad_enabled():
+                found.backward(found.policy_logprobs.sum() * 0.0)
 
     def _rows(self, piece: PieceLayout) -> torch.Tensor:
         return torch.from_numpy(piece.rows).to(self.device)

@@ -142,14 +142,14 @@ class Ranks:
             dist.all_reduce(sums, group=self._control)
         return sums.tolist()
 
-    def most(self, value: int) -> int:
-        """The largest of all ranks' values."""
+    def most(self, *values: int) -> list[int]:
+        """The largest of all ranks' values, place by place."""
         if self.size == 1:
-            return value
-        held = torch.tensor(value)
+            return list(values)
+        held = torch.tensor(values)
         with self.told(always=True):
             dist.all_reduce(held, dist.ReduceOp.MAX, group=self._control)
-        return int(held)
+        return held.tolist()
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each gradient by the sum over all ranks, in float32 at least; none counts as 0.

@@ -1,7 +1,8 @@
 """Base weights divided among ranks with FSDP2: each rank keeps its part of every layer.
 
 A layer's weights are gathered before it computes, forward and backward, and given up behind it.
-All ranks must therefore run the same number of passes: `step.py` pads the shorter shares.
+All ranks must therefore run the same passes in the same order: `step.py` pads shares with fewer
+strips, `Policy.logprobs` strips with fewer pieces.
 
 Adapters stay whole, and ranks add their gradients as without sharding. So do embedding, last norm
 and head, which a strip needs from its first row to its last.

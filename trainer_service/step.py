@@ -25,6 +25,7 @@ from trainer_service.figures import StripFigures
 from trainer_service.groups import Scored
 from trainer_service.objectives import OBJECTIVES, ObjectiveOptions
 from trainer_service.optim import Optimizer, StepOutcome
+from trainer_service.pieces import num_pieces
 from trainer_service.policy import Policy
 from trainer_service.probe import Probe
 from trainer_service.ranks import Ranks
@@ -184,12 +185,16 @@ def _take_share(
     options = _options(share, int(num_actions), config)
     optimizer.zero_grad()
     loss = 0.0
-    passes = ranks.most(len(parts)) if policy.is_sharded else len(parts)
+    passes = [1] * len(parts)
+    if policy.is_sharded:
+        # Long strips beside long ones, so that ranks wait for each other least.
+        parts.sort(key=lambda part: -part.strip.num_tokens)
+        passes = _num_passes(parts, config, ranks)
     with ranks.told():
-        for part in parts:
-            loss += _accumulate(policy, part, share, config, options, figures)
-        for _ in range(len(parts), passes):
-            _keep_pace(policy, share, options)
+        for part, num_passes in zip(parts, passes, strict=False):
+            loss += _accumulate(policy, part, share, config, options, figures, num_passes)
+        for num_passes in passes[len(parts) :]:
+            _keep_pace(policy, share, options, num_passes)
     figures.seconds = time.monotonic() - begin
     if not share.teaches or not parts:
         _zero_gradients(optimizer)
@@ -235,6 +240,13 @@ def _parts(share: Share, config: TrainerConfig) -> list[_Part]:
     ]
 
 
+def _num_passes(parts: Sequence[_Part], config: TrainerConfig, ranks: Ranks) -> list[int]:
+    """Of each strip, by place: pieces of the rank whose strip there has most of them."""
+    (length,) = ranks.most(len(parts))
+    own = [num_pieces(part.strip.num_tokens, config.batch.max_piece_tokens) for part in parts]
+    return ranks.most(*own, *[1] * (length - len(own)))
+
+
 def _options(share: Share, num_actions: int, config: TrainerConfig) -> ObjectiveOptions:
     """The normalisers are those of the whole step, however it is cut and whatever is left out."""
     return ObjectiveOptions(
@@ -259,32 +271,32 @@ def _accumulate(
     config: TrainerConfig,
     options: ObjectiveOptions,
     figures: StripFigures,
+    num_passes: int,
 ) -> float:
     strip = part.strip.to(policy.device)
     objective = OBJECTIVES[config.objective]
-    max_piece_tokens = config.batch.max_piece_tokens
+    passes = {"max_piece_tokens": config.batch.max_piece_tokens, "num_passes": num_passes}
     if options.kl_coef:
-        reference = policy.reference_logprobs(strip, max_piece_tokens=max_piece_tokens)
-        options = replace(options, ref_logprobs=reference)
+        options = replace(options, ref_logprobs=policy.reference_logprobs(strip, **passes))
     with torch.set_grad_enabled(share.teaches):
-        logprobs = policy.logprobs(strip, max_piece_tokens=max_piece_tokens)
+        logprobs = policy.logprobs(strip, **passes)
         output = objective(logprobs, strip, part.advantages.to(policy.device), options)
     figures.add(logprobs, strip, output.metrics)
     if not share.teaches:
         return 0.0
-    output.loss.backward()
+    logprobs.backward(output.loss)
     return float(output.loss.detach())
 
 
-def _keep_pace(policy: Policy, share: Share, options: ObjectiveOptions) -> None:
-    """A pass that teaches nothing: others need this rank's part of the weights for theirs."""
+def _keep_pace(policy: Policy, share: Share, options: ObjectiveOptions, num_passes: int) -> None:
+    """Passes that teach nothing: others need this rank's part of the weights for theirs."""
     strip = flat_episode((0, 0))
     if options.kl_coef:
-        policy.reference_logprobs(strip)
+        policy.reference_logprobs(strip, num_passes=num_passes)
     with torch.set_grad_enabled(share.teaches):
-        logprobs = policy.logprobs(strip).policy_logprobs
+        logprobs = policy.logprobs(strip, num_passes=num_passes)
     if share.teaches:
-        logprobs.backward(torch.zeros_like(logprobs))
+        logprobs.backward(logprobs.policy_logprobs.sum() * 0.0)
 
 
 def _zero_gradients(optimizer: Optimizer) -> None:

@@ -23,7 +23,8 @@ def train(policy: Policy, strips: Sequence[Strip], *, max_piece_tokens: int | No
         logprobs = policy.logprobs(strip, max_piece_tokens=max_piece_tokens)
         advantages = torch.ones(strip.num_episodes, device=policy.device)
         options = ObjectiveOptions(num_episodes=total)
-        OBJECTIVES["dag_grpo"](logprobs, strip, advantages, options).loss.backward()
+        loss = OBJECTIVES["dag_grpo"](logprobs, strip, advantages, options).loss
+        logprobs.backward(loss)
 
 
 def seconds(step: Callable[[], None], device: torch.device) -> float:

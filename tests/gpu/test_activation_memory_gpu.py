@@ -28,7 +28,7 @@ def _gradients(path: Path, *, dtype: str, size: int | None = None, **options: An
         random_record(rng, 300, num_events=14, mount_layers=policy.mount_layers) for _ in range(2)
     ]
     found = policy.logprobs(pack_episodes(records), max_piece_tokens=size)
-    found.policy_logprobs.sum().backward()
+    found.backward(found.policy_logprobs.sum())
     return {name: p.grad for name, p in policy.named_trainable_parameters().items()}
 
 

@@ -17,6 +17,7 @@ from tests.rank_processes import Stepped, step_once
 from tests.tiny_models import save_tiny_model
 from tests.trainer_runs import run_config
 from trainer_service.config import TrainerConfig
+from trainer_service.pieces import num_pieces
 from trainer_service.ranks import Ranks
 
 
@@ -43,11 +44,15 @@ def _records(count: int) -> list[EpisodeRecord]:
 
 def _config(folder: Path, model: Path, sharding: str, **fields: Any) -> TrainerConfig:
     own = {"path": model, "activation_checkpointing": fields.pop("checkpointing", False)}
+    size = fields.pop("piece", None)
     return run_config(
         folder, model, sharding,
         model=own,
         # Each episode is a strip.
-        batch={"groups_per_step": 1, "group_size": 2, "max_policy_lag": 9, "max_strip_tokens": 1},
+        batch={
+            "groups_per_step": 1, "group_size": 2, "max_policy_lag": 9, "max_strip_tokens": 1,
+            "max_piece_tokens": size,
+        },
         ranks={"sharding": sharding},
         **fields,
     )  # fmt: skip
@@ -101,6 +106,45 @@ def test_more_ranks_than_strips_and_a_step_that_teaches_nothing(
     assert together[0].loss == alone.loss == 0.0
     for stepped in together:
         assert not any(gradient.any() for gradient in stepped.gradients.values())
+
+
+@pytest.mark.parametrize(("piece", "wanted"), [(40, [2, 1]), (20, [3, 2, 4, 4, 5])])
+def test_ranks_with_fewer_pieces_keep_pace(
+    tmp_path: Path, model: Path, piece: int, wanted: list[int]
+) -> None:
+    records = _records(len(wanted))
+    assert [num_pieces(record.num_tokens, piece) for record in records] == wanted
+    alone, together = _steps(tmp_path, model, records, piece=piece, loss={"kl_coef": 0.1})
+    assert together[0].loss == pytest.approx(alone.loss, rel=1e-6)
+    for stepped in together:
+        for name, gradient in alone.gradients.items():
+            assert gradient.any(), name
+            assert float((stepped.gradients[name] - gradient).abs().max()) <= 1e-6, name
+        for name, value in alone.adapter.items():
+            assert torch.equal(stepped.adapter[name], together[0].adapter[name]), name
+            assert float((stepped.adapter[name] - value).abs().max()) <= 1e-6, name
+
+
+def test_a_rank_without_an_episode_keeps_pace_with_pieces(tmp_path: Path, model: Path) -> None:
+    alone, together = _steps(tmp_path, model, _records(1), piece=20, loss={"kl_coef": 0.1})
+    assert together[0].loss == alone.loss
+    for stepped in together:
+        for name, wanted in alone.gradients.items():
+            assert wanted.any(), name
+            assert torch.equal(stepped.gradients[name], wanted), name
+        for name, wanted in alone.adapter.items():
+            assert torch.equal(stepped.adapter[name], wanted), name
+
+
+@pytest.mark.parametrize("fields", [{}, {"piece": 20}, {"checkpointing": True}])
+def test_a_rank_holds_whole_the_layer_alone_that_computes(
+    tmp_path: Path, model: Path, fields: dict[str, Any]
+) -> None:
+    alone, together = _steps(tmp_path, model, _records(2), **fields)
+    for stepped in together:
+        # The layers are 8, and two whole ones are less than half of the weights divided.
+        divided = alone.num_weights - stepped.num_weights
+        assert stepped.num_weights < stepped.most_weights < stepped.num_weights + 0.5 * divided
 
 
 def test_a_rank_that_dies_in_a_pass_ends_the_other_which_names_it(

@@ -23,7 +23,7 @@ from tests.tiny_models import save_tiny_model
 from tests.tiny_moe_models import MOE_FAMILIES, save_tiny_moe_model
 from trainer_service.config import TrainerConfig
 from trainer_service.dag import pack_episodes
-from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun, piecewise
+from trainer_service.pieces import PieceBoundary, PiecePlan, PieceRun
 from trainer_service.policy import Policy
 from trainer_service.strip import Strip
 from tree_kernels.layout import PieceLayout, TreeLayout
@@ -77,7 +77,7 @@ def _computed(
     for parameter in policy.trainable_parameters():
         parameter.grad = None
     found = policy.logprobs(strip, max_piece_tokens=max_piece_tokens)
-    (found.policy_logprobs * weights[0] + found.entropy * weights[1]).sum().backward()
+    found.backward((found.policy_logprobs * weights[0] + found.entropy * weights[1]).sum())
     gradients = {}
     for name, parameter in policy.named_trainable_parameters().items():
         assert parameter.grad is not None, name
@@ -294,8 +294,9 @@ def test_gradients_of_the_boundary_add_up_in_float32() -> None:
         # What each branch sees: the root's row.
         return (boundary.with_seen((0, 0), own)[:-1].sum(0),)
 
-    outputs = piecewise(PieceRun(PiecePlan(layout, 1)), compute)
-    torch.stack([each for (each,) in outputs]).sum().backward()
+    run = PieceRun(PiecePlan(layout, 1))
+    outputs = run.forward(compute)
+    run.backward(compute, [(torch.ones_like(each),) for (each,) in outputs])
     # Ones that are added up in bfloat16 stay at 256.
     assert weight.grad is not None
     assert float(weight.grad) == branches

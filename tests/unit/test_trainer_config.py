@@ -67,10 +67,6 @@ def test_trainer_config_takes_every_objective(objective: str) -> None:
             ("--optim.schedule", "linear", "--max-steps", "5", "--optim.warmup-steps", "5"),
             "below 5",
         ),
-        (
-            ("--ranks.sharding", "fsdp", "--batch.max-piece-tokens", "9"),
-            "ranks.sharding fsdp does not go with batch.max_piece_tokens",
-        ),
         (("--ranks.sharding", "ddp"), "'none' or 'fsdp'"),
         (("--batch.groups-per-stp", "1"), "did you mean batch.groups_per_step"),
     ],

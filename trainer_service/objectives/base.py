@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -18,6 +19,14 @@ class PackedLogprobs:
     """Of the tempered distribution, nats, `[A]` float32, differentiable."""
     entropy: torch.Tensor
     """Of the tempered distribution, nats, `[A]` float32, differentiable."""
+    go_on: Callable[[], None] | None = None
+    """Of a strip in pieces, whose tensors are leaves: takes their gradients to the parameters."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add to the parameters' gradients those of `loss`, a scalar computed from these."""
+        loss.backward()
+        if self.go_on is not None:
+            self.go_on()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
