@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
             {"tensor_parallel_size": 3},
             r"refuses the engine's arguments: .*must be divisible by .*size .3.\.$",
         ),
+        ({"hf_overrides": {"head_dtype": "float16"}}, "head_dtype 'float16'; allowed: 'float32'"),
+        ({"hf_overrides": ["head_dtype"]}, "hf_overrides is a table; got"),
         ({"no_such_argument": 1}, "refuses the engine's arguments: .*no_such_argument"),
     ],
 )
@@ -38,6 +40,24 @@ async def test_arguments_against_cursors_are_refused_before_anything_starts(
         vllm_arguments=arguments,
     )
     with pytest.raises(ConfigError, match=message):
+        await engine.start()
+
+
+async def test_overrides_of_the_model_come_beside_the_type_of_its_logits(
+    servable_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(config: Any, **_: Any) -> None:
+        model = config.model_config
+        raise ConfigError(f"{model.head_dtype}, {model.hf_config.attention_multiplier}")
+
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config", stop)
+    engine = VllmEngine(
+        str(servable_folder / "granitemoehybrid"),
+        dtype="bfloat16",
+        max_adapters=0,
+        vllm_arguments={"hf_overrides": {"attention_multiplier": 0.5}},
+    )
+    with pytest.raises(ConfigError, match=r"^torch\.float32, 0\.5$"):
         await engine.start()
 
 

@@ -133,7 +133,7 @@ def launch(
         async_scheduling: Whether the core schedules a step ahead.
         on_step: Told the pool's use, 0 to 1, after each step.
         output: Descriptor that takes what its processes write.
-        extra: Further engine arguments of vLLM, which win.
+        extra: Further engine arguments of vLLM, which win; its `hf_overrides` come beside ours.
 
     Returns:
         vLLM's `AsyncLLM`.
@@ -148,7 +148,6 @@ def launch(
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
-        "hf_overrides": {"head_dtype": head_dtype},
         # Only constraints need one: text is the service's affair.
         "skip_tokenizer_init": not has_tokenizer(model_path),
         "structured_outputs_config": {"backend": "xgrammar"},
@@ -187,7 +186,9 @@ def launch(
         # The page size is known in the worker alone: a hybrid's follows its recurrent state's.
         arguments["additional_config"][POOL_KEY] = dataclasses.asdict(pool)
         arguments["max_model_len"] = min(pool.max_tokens, max_positions)
-    config = _engine_config(seams, arguments | dict(extra))
+    arguments |= dict(extra)
+    arguments["hf_overrides"] = _overrides(head_dtype, extra.get("hf_overrides"))
+    config = _engine_config(seams, arguments)
     # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.
     config.scheduler_config.async_scheduling = async_scheduling
     if tensor_parallel_size == 1:
@@ -197,6 +198,25 @@ def launch(
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )
+
+
+def _overrides(head_dtype: str, given: Any) -> dict[str, Any]:
+    """What is changed in the model's configuration.
+
+    Raises:
+        ConfigError: `given` is no table, or asks for another type of the logits.
+    """
+    if not isinstance(given or {}, Mapping):
+        raise ConfigError("hf_overrides is a table", value=repr(given), limit="names and values")
+    overrides = {"head_dtype": head_dtype} | dict(given or {})
+    if overrides["head_dtype"] != head_dtype:
+        raise ConfigError(
+            "hf_overrides asks for another type of the logits than head_dtype",
+            value=f"head_dtype {overrides['head_dtype']!r}",
+            limit=repr(head_dtype),
+            remedy="set model.head_dtype, which records tell",
+        )
+    return overrides
 
 
 def _engine_config(seams: Any, arguments: Mapping[str, Any]) -> Any:
