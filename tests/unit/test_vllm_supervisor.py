@@ -172,6 +172,39 @@ async def test_a_call_under_which_engines_end_is_served_no_fourth_time() -> None
     await supervisor.close()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_fault_of_the_watcher_is_told_and_ends_it(
+    ends: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the engine has ended, and where it runs on: nobody would notice its end."""
+    starts, told, broken = Starts(), [], asyncio.Event()
+
+    async def ended(_: Engine) -> Unavailable:
+        await broken.wait()
+        raise KeyError("nobody thought of it")
+
+    monkeypatch.setattr(Engine, "ended", ended)
+    supervisor = Supervisor(starts, QUICK, on_given_up=told.append)
+    await supervisor.start()
+    engine = await supervisor.running()
+    if ends:
+        engine.end()
+    waiting = asyncio.create_task(supervisor.running())
+    await asyncio.sleep(0)
+    assert waiting.done() != ends
+    broken.set()
+    async with asyncio.timeout(5):
+        while not told:
+            await asyncio.sleep(0.001)
+        for call in [*([waiting] if ends else []), supervisor.running()]:
+            with pytest.raises(Unavailable, match=r"not watched any more; got .*nobody thought"):
+                await call
+    assert not supervisor.is_serving and len(starts.times_s) == 1
+    assert "watching the engine failed\nTraceback" in caplog.text
+    await supervisor.close()
+    assert engine.is_closed
+
+
 async def test_closing_ends_a_start_and_tells_who_waits_for_it() -> None:
     starts = Starts()
     supervisor = Supervisor(starts, QUICK)

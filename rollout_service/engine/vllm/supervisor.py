@@ -123,8 +123,9 @@ class Supervisor(Generic[C]):
 
     @property
     def is_serving(self) -> bool:
-        """Whether it runs."""
-        return self._newest is not None and not self._newest.has_ended
+        """Whether it runs, and would be started again."""
+        is_running = self._newest is not None and not self._newest.has_ended
+        return is_running and self._failure is None
 
     async def running(self) -> C:
         """The engine that runs; waits while one is being started.
@@ -156,14 +157,32 @@ class Supervisor(Generic[C]):
         raise AssertionError
 
     async def _watch(self, engine: C) -> None:
+        try:
+            await self._keep_running(engine)
+        except Unavailable as failure:
+            self._give_up(failure)
+        except Exception as error:
+            # Nobody would start it again, nor tell whoever waits for that.
+            logger.exception("watching the engine failed")
+            self._give_up(
+                Unavailable(
+                    "the engine is not watched any more",
+                    value=repr(error),
+                    remedy="this is a fault of ours: report it with the service's log, and start"
+                    " the service again",
+                )
+            )
+
+    async def _keep_running(self, engine: C) -> None:
+        """Start another each time that one has ended.
+
+        Raises:
+            Unavailable: Too many have ended, or did not start.
+        """
         while True:
             error = await engine.ended()
             await self._log_end(engine, error)
-            try:
-                engine = await self._another(engine, error)
-            except Unavailable as failure:
-                self._give_up(failure)
-                return
+            engine = await self._another(engine, error)
             self.num_restarts += 1
             self._newest = engine
             logger.warning("the engine runs again, restart %d", self.num_restarts)
