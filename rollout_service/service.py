@@ -329,6 +329,7 @@ def _vllm_engine(
         max_lora_rank=options.max_lora_rank,
         tensor_parallel_size=options.tensor_parallel_size,
         detokenize=tokenizer.decode,
+        hang_timeout_s=options.hang_timeout_s,
         restarts=RestartPolicy(
             max_restarts=options.max_restarts, window_s=options.restart_window_s
         ),

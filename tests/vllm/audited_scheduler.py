@@ -5,6 +5,7 @@ Runs in the engine core's process; `tests.vllm.audit` asks it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,9 @@ from rollout_service.engine.vllm.kv_manager import plan_of
 from rollout_service.engine.vllm.scheduler import AheadCursorScheduler
 from rollout_service.engine.vllm.seams import add_utility
 from tests.vllm.audit import AUDIT
+
+HANG = "octopus_test_hang"
+"""A command that never ends."""
 
 
 class AuditedScheduler(AheadCursorScheduler):
@@ -61,4 +65,10 @@ def _num_pins(request: Any) -> int:
     return len(plan.reads()) if plan and getattr(request, "octopus_pinned", False) else 0
 
 
+def _hang(core: Any) -> None:
+    while True:
+        time.sleep(600)
+
+
 add_utility(AUDIT, _audit)
+add_utility(HANG, _hang)

@@ -35,7 +35,9 @@ async def until_sampled(engine: VllmEngine, num_more: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def play_tree(served: Served, *, kills: bool) -> EpisodeRecord:
+async def play_tree(
+    served: Served, *, break_by: signal.Signals | None, within_s: float = SOON_S
+) -> EpisodeRecord:
     """Forks, mounts and rewinds, before and after a turn in whose middle the engine may go."""
     engine = served.engine
     bench = Bench(engine=engine)
@@ -50,17 +52,17 @@ async def play_tree(served: Served, *, kills: bool) -> EpisodeRecord:
     await bench.sessions.turn(bench.call("b"), sampling=GREEDY)
     await bench.say("root", LOOK, "nothing")
     await bench.sessions.rewind(bench.call(), 2, "not that way")
-    # Killed in the middle of two turns, one of which sees a mount, and of a mount that just begins.
+    # Broken in the middle of two turns, one of which sees a mount, and of a mount that just begins.
     running = [
         asyncio.create_task(bench.sessions.turn(bench.call(name), sampling=LONG))
         for name in ("root", "b")
     ]
     await until_sampled(engine, 4)
-    if kills:
-        os.kill(core_pid(engine), signal.SIGKILL)
+    if break_by is not None:
+        os.kill(core_pid(engine), break_by)
     # Not a turn: that would tell how far the others are, which they are at any time.
     late = asyncio.create_task(bench.sessions.read_thread(bench.call("a"), "b", 1, 1))
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(within_s):
         await asyncio.gather(*running)
         await late
     # Mounts of what was computed before and after, on a head of before; a rewind to before.
@@ -93,9 +95,9 @@ def told(record: EpisodeRecord, node: Node) -> tuple[object, ...]:
 @pytest.mark.parametrize("family", ["granitemoehybrid"])
 async def test_an_episode_goes_on_over_a_kill_with_the_same_record(served: Served) -> None:
     engine = served.engine
-    calm = await play_tree(served, kills=False)
+    calm = await play_tree(served, break_by=None)
     before = engine.stats()
-    record = await play_tree(served, kills=True)
+    record = await play_tree(served, break_by=signal.SIGKILL)
     after = engine.stats()
     assert (after.restarts, after.is_serving) == (before.restarts + 1, True)
     # Each of the two turns and all that it stands on, but no more than there is.

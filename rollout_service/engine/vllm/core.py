@@ -81,7 +81,7 @@ async def start_core(
         raise
     finally:
         log.seal()
-    process = EngineProcess(llm)
+    process = EngineProcess(llm, hang_timeout_s=options.hang_timeout_s)
     try:
         builder = await builder_over(options, llm, process, on_step)
         served = adapters_over(options, facts, builder)

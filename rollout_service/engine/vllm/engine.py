@@ -52,6 +52,7 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         async_scheduling: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        hang_timeout_s: float = 300.0,
         restarts: RestartPolicy | None = None,
         on_end: Callable[[Unavailable], None] | None = None,
         vllm_arguments: Mapping[str, Any] | None = None,
@@ -75,6 +76,8 @@ class VllmEngine:
             tensor_parallel_size: Devices that share every layer's heads and widths.
             async_scheduling: Whether a step is scheduled while the one before it still runs.
             detokenize: Text of token ids; needed for stop strings. The engine process gets a copy.
+            hang_timeout_s: Seconds within which the process has to answer, a step included; one
+                that does not is killed, which is an end like others. 0 waits for ever.
             restarts: How often a process that ended is started again; None takes the defaults.
             on_end: Called once where it is not started again; all calls raise then.
             vllm_arguments: Further engine arguments of vLLM.
@@ -93,6 +96,7 @@ class VllmEngine:
             max_lora_rank=max_lora_rank,
             tensor_parallel_size=tensor_parallel_size,
             async_scheduling=async_scheduling,
+            hang_timeout_s=hang_timeout_s,
             detokenize=detokenize,
             vllm_arguments=dict(vllm_arguments or {}),
         )

@@ -1,5 +1,5 @@
-"""Ties vLLM's processes to the one that started them: none hears Ctrl-C, none is left behind, and
-what they write goes where it says.
+"""Ties vLLM's processes to the one that started them: none hears Ctrl-C, none is left behind, what
+they write goes where it says, and each tells where it hangs when it is asked.
 
 vLLM's engine core looks after its workers, but not after its own parent.
 """
@@ -7,6 +7,7 @@ vLLM's engine core looks after its workers, but not after its own parent.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""Lets a tied process write the stacks of all its threads."""
 _followed: set[int] = set()
 
 
@@ -45,6 +48,7 @@ def _received(sender: int, born: str, output: int | None) -> Lifeline:
         _follow(sender, born)
         if output is not None:
             _write_to(sender, output)
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     # Whoever this process starts inherits what it writes to.
     return Lifeline()
 

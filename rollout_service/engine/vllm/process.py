@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -10,14 +12,21 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from harness_sdk.errors import ConfigError, EngineError, HarnessError, Unavailable
+from rollout_service.engine.vllm.hang import HangWatch
+from rollout_service.engine.vllm.lifeline import STACKS_SIGNAL
 from rollout_service.engine.vllm.shared_memory import family, free, shared_files
+from rollout_service.engine.vllm.wire import COMMAND
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _KILL_PAUSE_S = 0.1
 _DYING_S = 10.0
-"""That a core which told of its failure has to end by itself."""
+"""That a core which told of its failure has to end by itself, and one that was killed."""
 _EXIT_S, _EXIT_POLL_S = 1.0, 0.01
+_STACKS_S = 1.0
+"""That the processes of a core that hangs have to write where they are."""
 
 
 async def launched(launch: Callable[[], Any]) -> Any:
@@ -50,11 +59,17 @@ async def launched(launch: Callable[[], Any]) -> Any:
 
 
 class EngineProcess:
-    """vLLM's engine core, alive until it is closed or ends by itself."""
+    """vLLM's engine core, alive until it is closed, ends by itself, or is killed because it hangs.
 
-    def __init__(self, llm: Any) -> None:
-        """Watch the process of `llm`, vLLM's `AsyncLLM`."""
+    Args:
+        llm: vLLM's `AsyncLLM`, whose process it is.
+        hang_timeout_s: Seconds within which it has to answer, a step included; 0 waits for ever.
+    """
+
+    def __init__(self, llm: Any, *, hang_timeout_s: float = 0.0) -> None:
         self._llm = llm
+        self._hang_timeout_s = hang_timeout_s
+        self._is_hung = False
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._dying: asyncio.TimerHandle | None = None
@@ -66,6 +81,9 @@ class EngineProcess:
         self._sentinels = [os.dup(process.sentinel) for process in self._processes]
         for sentinel in self._sentinels:
             self._loop.add_reader(sentinel, self._note_end)
+        self._hang_watch = (
+            HangWatch(self._ask, self._kill_hung, hang_timeout_s) if hang_timeout_s else None
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -148,6 +166,28 @@ class EngineProcess:
         for process in self._processes:
             process.kill()
 
+    async def _ask(self) -> None:
+        await self._llm.engine_core.call_utility_async(COMMAND, "usage", [], 0)
+
+    async def _kill_hung(self) -> None:
+        self._is_hung = True
+        logger.error(
+            "the engine process has not answered for %g s and is killed; where it hangs:",
+            self._hang_timeout_s,
+        )
+        self._signal(STACKS_SIGNAL)
+        await asyncio.sleep(_STACKS_S)
+        # Its ranks as well: one that is stopped does not notice that the core has gone.
+        self._signal(signal.SIGKILL)
+        # Cancelled with its end; a driver may keep it from ending.
+        await asyncio.sleep(_DYING_S)
+        self._note_end()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in [pid for process in self._processes for pid in family(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def _note_end(self) -> None:
         self._unwatch()
         if not self._ended.done():
@@ -160,12 +200,17 @@ class EngineProcess:
             os.close(sentinel)
         if self._dying is not None:
             self._dying.cancel()
+        if self._hang_watch is not None:
+            self._hang_watch.cancel()
 
     def _end(self) -> Unavailable:
         codes = {process.exitcode for process in self._processes} - {None}
+        cause = ", ".join(map(_exit, sorted(codes)))
+        if self._is_hung:
+            cause = f"killed because it had not answered for {self._hang_timeout_s:g} s"
         return Unavailable(
             "the engine process has ended, and what it held with it",
-            value=", ".join(map(_exit, sorted(codes))),
+            value=cause,
             remedy="repeat the call; the service's log says why",
         )
 

@@ -38,6 +38,7 @@ class EngineOptions:
     max_lora_rank: int
     tensor_parallel_size: int
     async_scheduling: bool
+    hang_timeout_s: float
     detokenize: Callable[[Sequence[int]], str] | None
     vllm_arguments: Mapping[str, Any]
 
