@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +13,12 @@ import yaml
 
 from harness_sdk.cli.doctor.servers import DURABLE
 from harness_sdk.cli.run_config import RunConfig
-from harness_sdk.cli.settings import load_config, parse_arguments
 from rollout_service.config import RolloutConfig
+from tests.manifests import container_config
 from trainer_service.config import TrainerConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-CONFIGS: dict[str, Any] = {"rollout": RolloutConfig, "trainer": TrainerConfig, "run": RunConfig}
-
 
 _KEPT = {"persistence", "persistence_location", "autosave_interval", "message_size_limit"}
 """Settings of Mosquitto that are those of compose; users and TLS are not."""
@@ -55,20 +51,8 @@ def _environment(container: Any) -> dict[str, str]:
 
 def _config(folder: Path, name: str, container: Any) -> Any:
     """What the service makes of the container's command, its files from the config map."""
-    environment = _environment(container)
-    for file, text in OBJECTS["ConfigMap", "octopus"]["data"].items():
-        (folder / file).write_text(text)
-    words = [
-        re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word).replace(
-            "/config/", f"{folder}/"
-        )
-        for word in container["command"]
-    ]
-    begin = words.index("trainer_service") + 1 if name == "trainer" else 2
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"harness_sdk.cli.{name}").add_arguments(parser)
-    args = parse_arguments(parser, words[begin:])
-    return load_config(CONFIGS[name], args.config, args.overrides, environment)
+    files = OBJECTS["ConfigMap", "octopus"]["data"]
+    return container_config(name, container, _environment(container), files, folder)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTS), ids="/".join)

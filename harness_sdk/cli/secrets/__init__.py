@@ -34,9 +34,6 @@ from harness_sdk.cli.secrets.users import (
 from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.errors import ConfigError
 
-_OUTSIDE = ("agent", "monitor")
-"""Users that reach the servers from outside, with the folder's own files."""
-
 _TOKENS = {"agent": "agent", "monitor": "trainer", "admin": "admin"}
 """Name of a token's holder, and its scope."""
 
@@ -56,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--outside", default="localhost", metavar="HOST",
         help="where agents and onlookers reach the servers' published ports (localhost)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--agents", choices=("outside", "inside"), default="outside",
+        help="whether agents reach published ports, with the folder's own files, or run beside the"
+        " services, with files where services find theirs (outside)",
     )  # fmt: skip
     parser.add_argument(
         "--host", action="append", default=[], metavar="NAME",
@@ -147,7 +149,7 @@ def _url(
     args: argparse.Namespace, scheme: str, user: str, password: str, place: str, path: str
 ) -> str:
     folder = args.mount
-    if user in _OUTSIDE:
+    if user == "monitor" or (user == "agent" and args.agents == "outside"):
         place = f"{args.outside}:{place.rpartition(':')[2]}"
         folder = args.folder.resolve()
     ca = quote(str(folder / "ca.pem"))
