@@ -1,12 +1,14 @@
-"""How far the trainer is from the vLLM engine on recorded episodes with mounts, both in bfloat16.
+"""How far the trainer is from the vLLM engine on recorded episodes with mounts, both in 16 bits.
 
     python -m benchmarks.divergence --model smollm2 --out docs/benchmarks/divergence_cpu.json
+
+One engine after the other for each `--dtype` and `--head-dtype`.
 
 Episodes over passages of the search corpus (or the demo's relay, with `--model demo`): a root forks
 workers, each reads passages and writes, one is rewound, one reads another, the root reads all. What
 the trainer computes of each sampled token is compared with what the engine recorded, once with the
 mounts and once without them: the latter is what a trainer that ignores mounts would train on. Both
-are compared with a trainer in float32 over the same weights too: how far bfloat16 alone puts each.
+are compared with a trainer in float32 over the same weights too: how far rounding puts each alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import platform
 import sys
@@ -53,12 +56,14 @@ def main() -> None:
     """Play, compute again, print and write the figures."""
     args = _parse()
     folder = resolve_model(args.model)
-    for head_dtype in args.head_dtype:
+    _give(args.vllm if args.device == "cpu" else _GPU_ARGUMENTS | args.vllm)
+    for dtype, head_dtype in itertools.product(args.dtype, args.head_dtype):
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
-            records = asyncio.run(_play(args, head_dtype, folder, Path(scratch)))
-        _say(f"head {head_dtype}: {len(records)} episodes after {time.monotonic() - begin:.0f} s")
-        figures = _row(args, head_dtype, folder, records)
+            records = asyncio.run(_play(args, dtype, head_dtype, folder, Path(scratch)))
+        _say(f"{dtype}, head {head_dtype}: {len(records)} episodes, {_since(begin)}")
+        figures = _row(args, dtype, head_dtype, folder, records)
+        _say(f"computed, {_since(begin)}")
         _write(args.out, figures)
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
@@ -68,9 +73,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSON list; a model's row is set")
     parser.add_argument("--model", default="smollm2", help="folder, smollm2 or demo")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--dtype", default="bfloat16", help="of engine and trainer")
     parser.add_argument(
-        "--head-dtype", nargs="+", choices=("float32", "model"), default=["float32", "model"]
+        "--dtype", nargs="+", default=["bfloat16"], help="of engine and trainer: float16, bfloat16"
+    )
+    parser.add_argument(
+        "--head-dtype", nargs="+", choices=("float32", "model"), default=["float32"]
     )
     parser.add_argument("--vllm", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--episodes", type=int, default=8)
@@ -79,13 +86,17 @@ def _parse() -> argparse.Namespace:
 
 
 def _row(
-    args: argparse.Namespace, head_dtype: str, folder: Path, records: list[EpisodeRecord]
+    args: argparse.Namespace,
+    dtype: str,
+    head_dtype: str,
+    folder: Path,
+    records: list[EpisodeRecord],
 ) -> dict[str, Any]:
     """All figures of one run."""
-    found = {record.head_dtype for record in records}
+    found = {(record.dtype, record.head_dtype) for record in records}
     load = partial(Policy.load, folder, lora=None, device=args.device)
-    policy = load(dtype=args.dtype, head_dtype=head_dtype)
-    assert found == {policy.head_dtype}, found
+    policy = load(dtype=dtype, head_dtype=head_dtype)
+    assert found == {(policy.dtype, policy.head_dtype)}, found
     computed, exact = _computed(policy, records), _computed(load(dtype="float32"), records)
     sampled, reads = [], []
     for record in records:
@@ -95,8 +106,8 @@ def _row(
     recorded, reading = torch.cat(sampled), torch.cat(reads)
     dropped = _computed(policy, [_without_mounts(record) for record in records])
     return {
-        "model": args.model,
-        "dtype": args.dtype,
+        "model": Path(args.model).name,
+        "dtype": policy.dtype,
         "head_dtype": policy.head_dtype,
         "episodes": len(records),
         "mounts": sum(bool(node.mounts) for record in records for node in record.nodes),
@@ -113,17 +124,16 @@ def _row(
 
 
 async def _play(
-    args: argparse.Namespace, head_dtype: str, folder: Path, scratch: Path
+    args: argparse.Namespace, dtype: str, head_dtype: str, folder: Path, scratch: Path
 ) -> list[EpisodeRecord]:
     """Records of all episodes."""
-    _give(args.vllm if args.device == "cpu" else _GPU_ARGUMENTS | args.vllm)
     settings = rollout_for_model(
         args.model,
         {
             "run_folder": scratch,
             "model": {
                 "path": folder,
-                "dtype": args.dtype,
+                "dtype": dtype,
                 "device": args.device,
                 "head_dtype": head_dtype,
             },
@@ -253,9 +263,9 @@ def _without_mounts(record: EpisodeRecord) -> EpisodeRecord:
 
 
 def _write(path: Path, figures: dict[str, Any]) -> None:
-    """Set the row of the model and the type of its logits."""
+    """Set the row of the model, its type and that of its logits."""
     rows = json.loads(path.read_text("utf-8")) if path.is_file() else []
-    kinds = ("model", "head_dtype")
+    kinds = ("model", "dtype", "head_dtype")
     others = [row for row in rows if any(row.get(kind) != figures[kind] for kind in kinds)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*others, figures], indent=1) + "\n", "utf-8")
@@ -267,6 +277,10 @@ def _versions() -> str:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
     return ", ".join(found)
+
+
+def _since(begin: float) -> str:
+    return f"{time.monotonic() - begin:.0f} s"
 
 
 def _say(text: str) -> None:

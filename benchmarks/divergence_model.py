@@ -12,14 +12,13 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from benchmarks.pretrain_demo.corpus import byte_tokenizer
 from benchmarks.pretrain_demo.forward import DagBatch
-from benchmarks.pretrain_demo.train import Limit, Trainer, save
+from benchmarks.pretrain_demo.train import Limit, Trainer, fresh_hybrid, save
 from examples.deep_search.corpus import Passage, shipped_passages
 
 logger = logging.getLogger(__name__)
@@ -27,6 +26,18 @@ logger = logging.getLogger(__name__)
 _VOCABULARY = 4096
 _ROW_TOKENS = 256
 _MAX_STEPS = 100_000
+_SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 8192,
+}
 
 
 class TextTrainer(Trainer):
@@ -67,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer.save(str(args.out / "learned.json"))
     token_ids, lengths = (each.to(args.device) for each in _rows(tokenizer, texts))
     logger.info("%d rows, %d tokens", len(lengths), int(lengths.sum()))
-    model = _fresh_model(tokenizer, args.layers).to(args.device)
+    kinds = [*["linear_attention"] * 3, "full_attention"] * (args.layers // 4)
+    model = fresh_hybrid(args.out / "learned.json", args.device, _SIZES | {"layer_types": kinds})
     trainer = TextTrainer(model, seed=0, lr=args.lr, log_every=args.log_every)
     limit = Limit(max_steps=_MAX_STEPS, max_s=args.seconds)
     trainer.text_phase(token_ids, lengths, limit=limit, rows=args.rows)
@@ -99,40 +111,6 @@ def _batch(token_ids: torch.Tensor, order: torch.Tensor) -> DagBatch:
         paths=order.expand(rows, 1, -1),
         path_slot=order.expand(rows, -1),
     )
-
-
-def _fresh_model(tokenizer: Tokenizer, num_layers: int) -> Any:
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(12)]
-    config = Qwen3_5TextConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=num_layers,
-        layer_types=kinds[-num_layers:],
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [8, 4, 4],
-        },
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    config._attn_implementation = "sdpa"
-    model: Any = Qwen3_5ForCausalLM(config)
-    return model.float()
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

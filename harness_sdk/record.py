@@ -110,6 +110,8 @@ class EpisodeRecord:
     tokenizer_hash: str
     template_hash: str
     engine: str
+    dtype: str = ""
+    """Type of the weights that sampled, as bfloat16; empty where nothing says it."""
     head_dtype: str = ""
     """Type of the logits that were sampled from, as float32; empty where nothing says it."""
     error_kind: str = ""

@@ -128,7 +128,7 @@ def _main(
             policy = state.policy
         else:
             policy = load_policy(config, None, ranks)
-            optimizer = follower.Optimizer(policy.trainable_parameters(), config.optim_options)
+            optimizer = follower.new_optimizer(policy, config)
             follower.copy_leader(policy, optimizer, ranks)
             _keep_gradients(policy, optimizer, kept)
             _keep_most_weights(policy, kept)

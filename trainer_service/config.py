@@ -103,7 +103,7 @@ class TrainerConfig(Options):
         """Nats."""
         if self.publish.probe_tolerance is not None:
             return self.publish.probe_tolerance
-        return 0.1 if self.model.dtype == "bfloat16" else 1e-3
+        return 0.1 if self.model.dtype in ("bfloat16", "float16") else 1e-3
 
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:

@@ -13,7 +13,7 @@ from trainer_service.garbage import loaded_is_kept
 from trainer_service.optim import Optimizer
 from trainer_service.policy import Policy
 from trainer_service.ranks import Ranks
-from trainer_service.run_state import load_policy
+from trainer_service.run_state import load_policy, new_optimizer
 from trainer_service.step import follow_steps
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def follow(config: TrainerConfig, ranks: Ranks) -> None:
         EngineError: The leader or another follower is gone.
     """
     policy = load_policy(config, None, ranks)
-    optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    optimizer = new_optimizer(policy, config)
     copy_leader(policy, optimizer, ranks)
     log.info("process %d of %d follows", ranks.rank, ranks.size)
     with loaded_is_kept():

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 
 from harness_sdk.errors import AdapterError, ConfigError
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
@@ -70,17 +72,17 @@ def add_adapter(
 
 
 def multiply_in_model_type(model: peft.PeftModel) -> None:
-    """Let float32 adapters of a bfloat16 model multiply in bfloat16, as serving engines do.
+    """Let float32 adapters of a 16-bit model multiply in its type, as serving engines do.
 
     Parameters and their gradients stay float32. PEFT copies each layer's input to float32: at rank
     64 that costs as much time as the frozen product beside it. Other models stay as PEFT has them.
     """
     for module in model.modules():
-        if isinstance(module, LoraLinear) and module.base_layer.weight.dtype == torch.bfloat16:
-            module.forward = MethodType(_bfloat16_forward, module)
+        if isinstance(module, LoraLinear) and module.base_layer.weight.dtype in _NARROW:
+            module.forward = MethodType(_narrow_forward, module)
 
 
-def _bfloat16_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _narrow_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     base, (down, up) = self.base_layer, (p["default"].weight for p in (self.lora_A, self.lora_B))
     return _LoraProduct.apply(x, base.weight, base.bias, down, up, self.scaling["default"])
 

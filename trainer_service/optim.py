@@ -1,4 +1,7 @@
-"""One optimiser step: AdamW, a schedule with warm-up, clipping; non-finite steps are skipped."""
+"""One optimiser step: AdamW, a schedule with warm-up, clipping; non-finite steps are skipped.
+
+Gradients that pass through float16 would vanish below 6e-8: the loss they start from is scaled.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,16 @@ class Optimizer:
     Args:
         parameters: The trainable ones, in an order that stays the same across restarts.
         options: Learning rate, schedule, clipping.
+        scales_loss: Whether gradients pass through float16.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], options: OptimOptions) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        options: OptimOptions,
+        *,
+        scales_loss: bool = False,
+    ) -> None:
         self.parameters = list(parameters)
         if not self.parameters:
             raise ConfigError(
@@ -46,6 +56,11 @@ class Optimizer:
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
+        device = self.parameters[0].device
+        # From 65,536: halved by every gradient that is not finite, doubled after 2,000 that are.
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scales_loss)
+        # Its first use readies it, which a rank without episodes would not come to.
+        self.scaled(torch.zeros((), device=device))
         self.num_steps = 0
         self.num_skipped = 0
         """Since the start of the run."""
@@ -65,14 +80,25 @@ class Optimizer:
         """Forget the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    @property
+    def loss_scale(self) -> float:
+        """What `scaled` multiplies by; 1.0 where nothing passes through float16."""
+        return self._scaler.get_scale()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to call `backward` of in place of `loss`; `step` divides the gradients again."""
+        return self._scaler.scale(loss)
+
     def step(self, *, loss: float) -> StepOutcome:
-        """Apply the accumulated gradients, unless they or `loss` are not finite."""
+        """Apply the accumulated gradients, unless they or `loss`, unscaled, are not finite."""
+        self._scaler.unscale_(self._adamw)
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm(grads)
         norm, lr = float(norm_tensor), self.lr
         if not (math.isfinite(norm) and math.isfinite(loss)):
             self.num_skipped += 1
             self.skipped_in_a_row += 1
+            self._scaler.update()
             self.zero_grad()
             return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
         torch.nn.utils.clip_grads_with_norm_(
@@ -80,7 +106,8 @@ class Optimizer:
         )
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        self._scaler.step(self._adamw)
+        self._scaler.update()
         self.zero_grad()
         self.num_steps += 1
         self.skipped_in_a_row = 0
@@ -90,6 +117,7 @@ class Optimizer:
         """Moments and counters, for the checkpoint."""
         return {
             "adamw": self._adamw.state_dict(),
+            "scaler": self._scaler.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -108,6 +136,9 @@ class Optimizer:
             self._adamw.load_state_dict(state["adamw"])
             for group, options in zip(self._adamw.param_groups, own, strict=True):
                 group.update(options)
+        # A run that was trained in another dtype has none.
+        if state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]

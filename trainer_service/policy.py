@@ -45,10 +45,9 @@ __all__ = ["LoraOptions", "PackedLogprobs", "Policy"]
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
     "float64": torch.float64,
 }
-
-
 HEAD_DTYPES = ("float32", "model")
 
 
@@ -107,7 +106,7 @@ class Policy:
         Args:
             model_path: Folder in Hugging Face form.
             lora: The adapter; None trains all weights.
-            dtype: `float32`, `bfloat16` or `float64`; adapters of a bfloat16 model are float32.
+            dtype: `float32`, `bfloat16`, `float16` or `float64`; adapters are float32 at least.
             device: Where it computes.
             adapter_path: A stored adapter to go on with.
             mount_layers: Decoder layers that read mounts; None takes the architecture's own.
@@ -303,6 +302,11 @@ class Policy:
     def token_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of `token_ids[1:]` in a cold run of the tokens alone: the probe."""
         return tuple(self.logprobs(flat_episode(token_ids)).policy_logprobs.tolist())
+
+    @property
+    def dtype(self) -> str:
+        """Type of the weights, which the rollout's must have too."""
+        return str(self._model.dtype).removeprefix("torch.")
 
     @property
     def head_dtype(self) -> str:

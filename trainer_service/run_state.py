@@ -54,7 +54,7 @@ class RunState:
     ) -> None:
         self.config = config
         self.policy = policy
-        self.optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+        self.optimizer = new_optimizer(policy, config)
         self.store = store
         self.progress = Progress()
         self._kept_version = 0
@@ -179,6 +179,15 @@ def load_policy(config: TrainerConfig, adapter: Path | None, ranks: Ranks | None
         activation_checkpointing=config.model.activation_checkpointing,
         activation_tile_tokens=config.model.activation_tile_tokens,
         mesh=mesh,
+    )
+
+
+def new_optimizer(policy: Policy, config: TrainerConfig) -> Optimizer:
+    """Of the adapter of `policy`, without moments."""
+    return Optimizer(
+        policy.trainable_parameters(),
+        config.optim_options,
+        scales_loss=policy.dtype == "float16",
     )
 
 

@@ -19,8 +19,10 @@ class ModelOptions(Options):
 
     path: Path | None = None
     """Folder of the Hugging Face checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the base weights; the adapter is float32 at least."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the base weights, as on every replica; the adapter is float32 at least. float16 rounds to
+    eighths of what bfloat16 does, so that both sides agree far better; it ends at 65,504, which
+    some large models exceed. Its loss is scaled on the way back: optim/loss_scale."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """cpu, cuda or cuda:N."""
     head_dtype: Literal["float32", "model"] = "float32"
@@ -139,7 +141,7 @@ class OptimOptions(Options):
     min_lr_factor: float = Field(default=0.0, ge=0, le=1)
     """Floor, as a multiple of lr."""
     max_skipped: int = Field(default=10, ge=1)
-    """Non-finite steps in a row that stop the run."""
+    """Non-finite steps in a row that stop the run; each halves the scale of a float16 loss."""
 
 
 class RanksOptions(Options):
@@ -195,7 +197,7 @@ class PublishOptions(Options):
     probe_tokens: int = Field(default=16, ge=2)
     """Length of the probe, taken from the newest episode's prompt."""
     probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest |delta logp| of the probe; unset is 1e-3 in float32 and 0.1 in bfloat16."""
+    """Largest |delta logp| of the probe; unset is 1e-3, and 0.1 in bfloat16 and float16."""
     in_flight: Literal["cross", "wait"] = "cross"
     """Episodes that run when a version is ready: they cross its publishing, keeping or refreshing
     their own as they were opened; or the version and all further groups wait until they have

@@ -82,12 +82,12 @@ def train_step(
         cost: What a token costs the model, to balance them; None counts tokens.
 
     Raises:
-        ConfigError: An episode was sampled from another base model, or with other logits.
+        ConfigError: An episode was sampled from another base model, or one of another dtype.
         EngineError: Another rank ended, or steps otherwise.
     """
     ranks = ranks or Ranks()
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
-    check_head(batch.episodes, policy.head_dtype)
+    check_types(batch.episodes, dtype=policy.dtype, head_dtype=policy.head_dtype)
     begin = time.monotonic()
     shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
     stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
@@ -98,6 +98,7 @@ def train_step(
         "optim/grad_norm": outcome.grad_norm,
         "optim/lr": outcome.lr,
         "optim/skipped": float(optimizer.num_skipped),
+        "optim/loss_scale": optimizer.loss_scale,
         "seconds/pack": figures.pack_seconds,
         "seconds/compute": seconds - figures.pack_seconds,
         "tokens/per_s": figures.num_tokens / max(seconds, 1e-9),
@@ -155,22 +156,26 @@ def check_model(episodes: Sequence[Scored], model_hash: str, vocab_size: int) ->
             )
 
 
-def check_head(episodes: Sequence[Scored], head_dtype: str) -> None:
-    """Refuse episodes whose logits were rounded to another type; records that name none pass.
+def check_types(episodes: Sequence[Scored], *, dtype: str, head_dtype: str) -> None:
+    """Refuse episodes whose weights or logits had another type; records that name none pass.
 
     Raises:
         ConfigError: With both types.
     """
     for episode in episodes:
-        found = episode.record.head_dtype
-        if found and found != head_dtype:
-            raise ConfigError(
-                f"episode {episode.record.episode_id} was sampled from logits of another type",
-                value=f"{found} on replica {episode.record.replica_id}",
-                limit=f"{head_dtype}, which the trainer computes",
-                remedy="set the same model.head_dtype on rollout and trainer",
-                episode_id=episode.record.episode_id,
-            )
+        record = episode.record
+        for what, setting, found, own in (
+            ("weights", "model.dtype", record.dtype, dtype),
+            ("logits", "model.head_dtype", record.head_dtype, head_dtype),
+        ):
+            if found and found != own:
+                raise ConfigError(
+                    f"episode {record.episode_id} was sampled from {what} of another type",
+                    value=f"{found} on replica {record.replica_id}",
+                    limit=f"{own}, which the trainer computes",
+                    remedy=f"set the same {setting} on rollout and trainer",
+                    episode_id=record.episode_id,
+                )
 
 
 def _take_share(
@@ -192,7 +197,9 @@ def _take_share(
         passes = _num_passes(parts, config, ranks)
     with ranks.told():
         for part, num_passes in zip(parts, passes, strict=False):
-            loss += _accumulate(policy, part, share, config, options, figures, num_passes)
+            loss += _accumulate(
+                policy, optimizer, part, share, config, options, figures, num_passes
+            )
         for num_passes in passes[len(parts) :]:
             _keep_pace(policy, share, options, num_passes)
     figures.seconds = time.monotonic() - begin
@@ -266,6 +273,7 @@ def _options(share: Share, num_actions: int, config: TrainerConfig) -> Objective
 
 def _accumulate(
     policy: Policy,
+    optimizer: Optimizer,
     part: _Part,
     share: Share,
     config: TrainerConfig,
@@ -284,7 +292,7 @@ def _accumulate(
     figures.add(logprobs, strip, output.metrics)
     if not share.teaches:
         return 0.0
-    logprobs.backward(output.loss)
+    logprobs.backward(optimizer.scaled(output.loss))
     return float(output.loss.detach())
 
 

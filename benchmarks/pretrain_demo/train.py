@@ -13,7 +13,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,35 +28,20 @@ from benchmarks.pretrain_demo.synthetic import CopyTask
 logger = logging.getLogger(__name__)
 
 
-def demo_config(vocab_size: int, eos_token_id: int) -> Any:
-    """The demo's architecture: a hybrid with a quarter of a million parameters a layer."""
-    from transformers import Qwen3_5TextConfig
-
-    return Qwen3_5TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=160,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [4, 2, 2],
-        },
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=eos_token_id,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+DEMO_SIZES = {
+    "hidden_size": 160,
+    "intermediate_size": 384,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+"""A quarter of a million parameters a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     torch.manual_seed(args.seed)
-    model, vocab_size = _fresh_model(args.data / "tokenizer.json", args.device)
+    model = fresh_hybrid(args.data / "tokenizer.json", args.device, DEMO_SIZES)
+    vocab_size = model.config.vocab_size
     logger.info("largest difference to transformers: %.2g", _difference(model, vocab_size))
     # TF32 is exact enough to learn with; the demo itself runs in float32.
     torch.set_float32_matmul_precision("high")
@@ -217,6 +203,47 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def fresh_hybrid(tokenizer: Path, device: str, sizes: Mapping[str, Any]) -> Any:
+    """A hybrid of Qwen3.5's kind with random weights, in float32.
+
+    Args:
+        tokenizer: Its file; `<|im_end|>` ends a turn.
+        device: Where it computes.
+        sizes: Layers, widths and heads, as `Qwen3_5TextConfig` names them.
+    """
+    from transformers import Qwen3_5ForCausalLM
+
+    content = json.loads(tokenizer.read_text())
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocab_size = 1 + max(*added.values(), *content["model"]["vocab"].values())
+    config = hybrid_config(sizes, vocab_size, added["<|im_end|>"])
+    config._attn_implementation = "sdpa"
+    model: Any = Qwen3_5ForCausalLM(config)
+    return model.float().to(device)
+
+
+def hybrid_config(sizes: Mapping[str, Any], vocab_size: int, eos_token_id: int) -> Any:
+    """The architecture, its embedding tied."""
+    from transformers import Qwen3_5TextConfig
+
+    eighth = sizes["head_dim"] // 8
+    return Qwen3_5TextConfig(
+        **sizes,
+        num_hidden_layers=len(sizes["layer_types"]),
+        vocab_size=vocab_size,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [eighth, eighth // 2, eighth // 2],
+        },
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+
+
 def save(model: Any, tokenizer: Path, folder: Path) -> None:
     """Write the model in bfloat16 with its tokenizer, in Hugging Face form."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,18 +251,6 @@ def save(model: Any, tokenizer: Path, folder: Path) -> None:
     shutil.copy(tokenizer, folder / "tokenizer.json")
     size = sum(file.stat().st_size for file in folder.iterdir())
     logger.info("%d parameters, %d bytes in %s", model.num_parameters(), size, folder)
-
-
-def _fresh_model(tokenizer: Path, device: str) -> tuple[Any, int]:
-    from transformers import Qwen3_5ForCausalLM
-
-    content = json.loads(tokenizer.read_text())
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    vocab_size = 1 + max(*added.values(), *content["model"]["vocab"].values())
-    config = demo_config(vocab_size, added["<|im_end|>"])
-    config._attn_implementation = "sdpa"
-    model: Any = Qwen3_5ForCausalLM(config)
-    return model.float().to(device), vocab_size
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ class EngineInfo:
     """Decoder layers whose attention reads mounted spans."""
     page_tokens: int
     """Tokens per KV page."""
+    dtype: str = ""
+    """Type of the weights, as bfloat16; empty where there are none."""
     head_dtype: str = ""
     """Type of the logits, as float32; empty where none are computed."""
     cursor_tokens: float = 0.0

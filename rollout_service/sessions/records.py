@@ -85,6 +85,7 @@ def build_record(
         tokenizer_hash=service.chat.tokenizer.digest,
         template_hash=service.chat.template_hash,
         engine=info.name,
+        dtype=info.dtype,
         head_dtype=info.head_dtype,
         traceparent=episode.span.traceparent,
     )

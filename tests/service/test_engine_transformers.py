@@ -322,5 +322,6 @@ async def test_logits_of_a_bfloat16_model_are_float32_unless_told_otherwise(
     assert (error < 1e-5) is (head_dtype == "float32")
     engine = TransformersEngine(folder, dtype="bfloat16", head_dtype=head_dtype)
     await engine.start()
+    assert engine.info.dtype == "bfloat16"
     assert engine.info.head_dtype == ("float32" if head_dtype == "float32" else "bfloat16")
     await engine.close()

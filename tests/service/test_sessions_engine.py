@@ -111,7 +111,7 @@ async def test_recorded_logprobs_equal_a_cold_engines(
         assert again.position_start == cursor.position_start
     assert checked > 50 and mounted > 2, (checked, mounted)
     record = await bench.close(reward=1.0)
-    assert record.head_dtype == "float32"
+    assert (record.dtype, record.head_dtype) == ("float32", "float32")
     assert {node.kind for node in record.nodes} >= {NodeKind.TURN, NodeKind.STUB, NodeKind.NOTE}
     assert engine.stats().tokens_resident == 0 and engine.stats().recurrent_slots == 0
     await engine.close()

@@ -17,7 +17,7 @@ from benchmarks.pretrain_demo import corpus
 from benchmarks.pretrain_demo.dataset import COPIED, GUESSED, Episodes
 from benchmarks.pretrain_demo.dry_episodes import DryService
 from benchmarks.pretrain_demo.strips import save_strips, strip_from_record
-from benchmarks.pretrain_demo.train import demo_config, score
+from benchmarks.pretrain_demo.train import DEMO_SIZES, hybrid_config, score
 from harness_sdk.cli.demo.task import draw_tasks
 from harness_sdk.cli.demo.task import score as outcome
 from harness_sdk.cli.demo.teacher import Script, draw_script, play
@@ -101,7 +101,8 @@ async def test_pretraining_forward_agrees_with_the_trainers_packed_pass(
 
     record, _, _ = await _played(service, "relay")
     torch.manual_seed(0)
-    model: Any = Qwen3_5ForCausalLM(demo_config(service.tokenizer.vocab_size, 0)).eval()
+    config = hybrid_config(DEMO_SIZES, service.tokenizer.vocab_size, 0)
+    model: Any = Qwen3_5ForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "model")
     # Without numbers no digit is a slot: all stay as they were recorded.
     save_strips(tmp_path / "episodes.npz", [strip_from_record(record, ())], list(range(10)))

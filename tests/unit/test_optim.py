@@ -64,6 +64,55 @@ def test_non_finite_step_is_skipped_and_counted(grad: float, loss: float) -> Non
     assert optimizer.num_attempts == 2
 
 
+def test_scaled_loss_makes_the_same_step() -> None:
+    stepped = []
+    for scales_loss in (False, True):
+        parameter = _parameter()
+        optimizer = Optimizer([parameter], OptimOptions(lr=0.1), scales_loss=scales_loss)
+        loss = (parameter * torch.tensor([0.1, 0.2, -0.3])).sum()
+        optimizer.scaled(loss).backward()
+        assert parameter.grad is not None
+        assert float(parameter.grad[0]) == pytest.approx(0.1 * optimizer.loss_scale)
+        outcome = optimizer.step(loss=float(loss.detach()))
+        stepped.append((outcome, parameter.detach().clone(), optimizer.loss_scale))
+    (one, plain, no_scale), (other, scaled, scale) = stepped
+    assert one == other
+    assert torch.equal(plain, scaled)
+    assert (no_scale, scale) == (1.0, 65536.0)
+
+
+def test_overflow_is_skipped_with_half_the_scale_after_it_also_on_resuming() -> None:
+    parameter = _parameter()
+    before = parameter.detach().clone()
+    optimizer = Optimizer([parameter], OptimOptions(lr=0.1), scales_loss=True)
+    # A step that taught nothing, before any loss was scaled.
+    parameter.grad = torch.zeros(3)
+    assert not optimizer.step(loss=0.0).skipped
+    parameter.grad = torch.tensor([1.0, torch.inf, 1.0])
+    assert optimizer.step(loss=1.0).skipped
+    assert torch.equal(parameter, before)
+    assert (optimizer.num_skipped, optimizer.loss_scale) == (1, 32768.0)
+    # A loss that is not finite says nothing of the scale.
+    parameter.grad = torch.ones(3)
+    assert optimizer.step(loss=math.nan).skipped
+    assert (optimizer.num_skipped, optimizer.loss_scale) == (2, 32768.0)
+    resumed = Optimizer([_parameter()], OptimOptions(lr=0.1), scales_loss=True)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.loss_scale == 32768.0
+    resumed.parameters[0].grad = torch.full((3,), 32768.0)
+    assert resumed.step(loss=1.0).grad_norm == pytest.approx(math.sqrt(3))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_state_goes_from_one_dtype_to_another(before: bool) -> None:
+    first = Optimizer([_parameter()], OptimOptions(), scales_loss=before)
+    second = Optimizer([_parameter()], OptimOptions(), scales_loss=not before)
+    second.load_state_dict(first.state_dict())
+    second.parameters[0].grad = torch.ones(3)
+    assert not second.step(loss=1.0).skipped
+    assert second.loss_scale == (1.0 if before else 65536.0)
+
+
 def test_state_continues_bit_for_bit() -> None:
     options = OptimOptions.model_validate(
         {"lr": 0.1, "schedule": "cosine", "decay_steps": 6, "warmup_steps": 2}

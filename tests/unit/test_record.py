@@ -58,6 +58,7 @@ def _record(reward: float | None) -> EpisodeRecord:
         opened_at_s=1.5,
         closed_at_s=2.5,
         mount_layers=(2, 5),
+        dtype="bfloat16",
         head_dtype="float32",
         model_hash="m",
         tokenizer_hash="k",

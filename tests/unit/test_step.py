@@ -18,6 +18,7 @@ from tests.path_reference import leaves, path_to
 from tests.random_records import random_record
 from tests.records import small_record
 from tests.tiny_models import save_tiny_model
+from tests.tree_cases import relative_rms
 from trainer_service.advantages import estimate
 from trainer_service.config import GROUP_OBJECTIVES, OBJECTIVE_NAMES, TrainerConfig
 from trainer_service.dag import pack_episodes
@@ -28,7 +29,7 @@ from trainer_service.optim import Optimizer, StepOutcome
 from trainer_service.origin import Origin
 from trainer_service.parsing import parse_record
 from trainer_service.policy import LoraOptions, Policy
-from trainer_service.run_state import probe_tokens
+from trainer_service.run_state import new_optimizer, probe_tokens
 from trainer_service.sections import LossOptions
 from trainer_service.share import split_episodes
 from trainer_service.step import train_step
@@ -47,7 +48,12 @@ def _config(model: Path, objective: str, **batch: Any) -> TrainerConfig:
     )
 
 
-def _batch(num_groups: int = 2, *, demonstrations: bool = False) -> Batch:
+def _batch(
+    num_groups: int = 2,
+    *,
+    demonstrations: bool = False,
+    mount_layers: tuple[int, ...] = (2, 5),
+) -> Batch:
     groups = []
     for number in range(num_groups):
         records = [
@@ -57,7 +63,7 @@ def _batch(num_groups: int = 2, *, demonstrations: bool = False) -> Batch:
                 episode_id=f"episode-{number}-{index}",
                 group_id=f"group-{number}",
                 num_events=5,
-                mount_layers=(2, 5),
+                mount_layers=mount_layers,
                 reward=float(index == 0),
                 with_demonstrations=demonstrations,
                 policy_version=number,
@@ -73,10 +79,10 @@ def _batch(num_groups: int = 2, *, demonstrations: bool = False) -> Batch:
     return Batch(groups=tuple(groups))
 
 
-def _policy(config: TrainerConfig) -> Policy:
+def _policy(config: TrainerConfig, dtype: str = "float64") -> Policy:
     assert config.model.path is not None
     policy = Policy.load(
-        config.model.path, lora=LoraOptions(rank=2, alpha=4.0, seed=1), dtype="float64"
+        config.model.path, lora=LoraOptions(rank=2, alpha=4.0, seed=1), dtype=dtype
     )
     # B starts at zero, where half of the gradients vanish.
     torch.manual_seed(0)
@@ -210,6 +216,43 @@ def test_groups_without_a_difference_are_left_out_and_change_no_gradient(
     assert metrics["policy/lag_mean"] == pytest.approx(
         sum(lag * sum(own) for lag, own in zip(lags, sampled, strict=True)) / sum(map(sum, sampled))
     )
+
+
+@pytest.mark.parametrize("cut", [{}, {"max_piece_tokens": 30}])
+def test_float16_gradients_are_those_of_float32_where_the_loss_is_scaled(
+    tmp_path: Path, cut: dict[str, int]
+) -> None:
+    config = _config(save_tiny_model(tmp_path, "granitemoehybrid"), "dag_grpo", **cut)
+    exact = _policy(config, "float32")
+    batch = _batch(mount_layers=exact.mount_layers)
+    optimizer = _Gradients(exact.trainable_parameters(), config.optim_options)
+    train_step(exact, optimizer, batch, config, version=1)
+    wanted = optimizer.found
+    errors = []
+    for scales_loss in (True, False):
+        policy = _policy(config, "float16")
+        optimizer = _Gradients(
+            policy.trainable_parameters(), config.optim_options, scales_loss=scales_loss
+        )
+        result = train_step(policy, optimizer, batch, config, version=1)
+        assert not result.skipped
+        scale = result.metrics["optim/loss_scale"]
+        found = [gradient / scale for gradient in optimizer.found]
+        assert {gradient.dtype for gradient in found} == {torch.float32}
+        errors.append(relative_rms(_flat(found), _flat(wanted)))
+    # Rounding alone against small gradients that vanished.
+    assert errors[0] <= 5e-3
+    assert errors[1] >= 5 * errors[0]
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def test_new_optimizers_scale_the_loss_of_float16_models_alone(model: Path) -> None:
+    config = _config(model, "dag_grpo")
+    for dtype, scale in (("float16", 65536.0), ("bfloat16", 1.0), ("float32", 1.0)):
+        assert new_optimizer(_policy(config, dtype), config).loss_scale == scale
 
 
 def test_step_without_any_difference_looks_at_one_strip_and_steps_as_with_zeros(
@@ -360,18 +403,28 @@ def test_episodes_of_another_model_are_refused_with_both_hashes(model: Path) -> 
         train_step(policy, optimizer, Batch(groups=groups), config, version=0)
 
 
-def test_episodes_of_another_head_dtype_are_refused_with_both_types(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"dtype": "float16"}, "b was sampled from weights .*got float16 on .* bfloat16, which"),
+        ({"head_dtype": "float32"}, "b was sampled from logits .*got float32 on .* bfloat16, w"),
+    ],
+)
+def test_episodes_of_another_type_are_refused_with_both(
+    model: Path, wrong: dict[str, str], told: str
+) -> None:
     config = _config(model, "sft")
     policy = Policy.load(model, lora=LoraOptions(rank=2), dtype="bfloat16", head_dtype="model")
     optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
+    right: dict[str, Any] = {"dtype": "bfloat16", "head_dtype": "bfloat16"}
     records = [
-        replace(small_record("a"), head_dtype="bfloat16"),
-        replace(small_record("b"), head_dtype="float32"),
+        replace(small_record("a"), **right),
+        replace(small_record("b"), **(right | wrong)),
     ]
     groups = tuple(
         Group(group_id="", episodes=(Scored.of(record.episode_id, record),)) for record in records
     )
-    with pytest.raises(ConfigError, match=r"episode b .* float32 on replica .* bfloat16, which"):
+    with pytest.raises(ConfigError, match=told):
         train_step(policy, optimizer, Batch(groups=groups), config, version=0)
 
 
@@ -380,6 +433,8 @@ def test_episodes_of_another_head_dtype_are_refused_with_both_types(model: Path)
     [
         ("bfloat16", "float32", "float32"),
         ("bfloat16", "model", "bfloat16"),
+        ("float16", "float32", "float32"),
+        ("float16", "model", "float16"),
         ("float32", "model", "float32"),
         ("float64", "float32", "float64"),
     ],

@@ -112,9 +112,8 @@ def model_folder(servable_folder: Path) -> Callable[[str], Path]:
 async def serve(root: Path, family: str, **options: Any) -> AsyncIterator[Served]:
     """One engine process over `family`, ended behind the yield."""
     arguments = {"scheduler_cls": audit.SCHEDULER} | options.pop("vllm_arguments", {})
-    chosen: dict[str, Any] = {"max_adapters": 0, "max_lora_rank": 8} | options
-    chosen["vllm_arguments"] = arguments
-    engine = ENGINES["vllm"](root / family, dtype=DTYPES[family], **chosen)
+    chosen: dict[str, Any] = {"dtype": DTYPES[family], "max_adapters": 0, "max_lora_rank": 8}
+    engine = ENGINES["vllm"](root / family, **chosen | options, vllm_arguments=arguments)
     assert isinstance(engine, VllmEngine)
     await engine.start()
     try:

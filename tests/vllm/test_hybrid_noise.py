@@ -75,7 +75,8 @@ async def test_scripts_are_as_near_the_oracle_as_flat_runs(play: Play, oracle: E
 
 @pytest.mark.parametrize("family", BF16_FAMILIES)
 async def test_logits_of_a_bfloat16_model_are_float32(play: Play) -> None:
-    assert play.engine.info.head_dtype == "float32"
+    info = play.engine.info
+    assert (info.dtype, info.head_dtype) == ("bfloat16", "float32")
 
 
 @pytest.mark.soak

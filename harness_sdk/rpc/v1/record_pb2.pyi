@@ -25,7 +25,7 @@ NODE_KIND_STUB: NodeKind
 NODE_KIND_TERMINATION: NodeKind
 
 class EpisodeRecord(_message.Message):
-    __slots__ = ("schema_version", "run", "episode_id", "group_id", "task_id", "replica_id", "nodes", "threads", "reward", "answer", "stop_reason", "error_kind", "error_message", "opened_at_s", "closed_at_s", "mount_layers", "model_hash", "tokenizer_hash", "template_hash", "engine", "traceparent", "head_dtype")
+    __slots__ = ("schema_version", "run", "episode_id", "group_id", "task_id", "replica_id", "nodes", "threads", "reward", "answer", "stop_reason", "error_kind", "error_message", "opened_at_s", "closed_at_s", "mount_layers", "model_hash", "tokenizer_hash", "template_hash", "engine", "traceparent", "head_dtype", "dtype")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     EPISODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class EpisodeRecord(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HEAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     run: str
     episode_id: str
@@ -70,7 +71,8 @@ class EpisodeRecord(_message.Message):
     engine: str
     traceparent: str
     head_dtype: str
-    def __init__(self, schema_version: _Optional[int] = ..., run: _Optional[str] = ..., episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeRecord, _Mapping]]] = ..., threads: _Optional[_Iterable[_Union[ThreadRecord, _Mapping]]] = ..., reward: _Optional[float] = ..., answer: _Optional[str] = ..., stop_reason: _Optional[str] = ..., error_kind: _Optional[str] = ..., error_message: _Optional[str] = ..., opened_at_s: _Optional[float] = ..., closed_at_s: _Optional[float] = ..., mount_layers: _Optional[_Iterable[int]] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., template_hash: _Optional[str] = ..., engine: _Optional[str] = ..., traceparent: _Optional[str] = ..., head_dtype: _Optional[str] = ...) -> None: ...
+    dtype: str
+    def __init__(self, schema_version: _Optional[int] = ..., run: _Optional[str] = ..., episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeRecord, _Mapping]]] = ..., threads: _Optional[_Iterable[_Union[ThreadRecord, _Mapping]]] = ..., reward: _Optional[float] = ..., answer: _Optional[str] = ..., stop_reason: _Optional[str] = ..., error_kind: _Optional[str] = ..., error_message: _Optional[str] = ..., opened_at_s: _Optional[float] = ..., closed_at_s: _Optional[float] = ..., mount_layers: _Optional[_Iterable[int]] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., template_hash: _Optional[str] = ..., engine: _Optional[str] = ..., traceparent: _Optional[str] = ..., head_dtype: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
     __slots__ = ("node_id", "parent", "thread_id", "step", "kind", "token_ids", "sampled", "sampled_logprobs", "policy_version", "position_start", "mounts", "temperature", "rewound", "joined")

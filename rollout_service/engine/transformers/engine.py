@@ -370,6 +370,7 @@ class TransformersEngine:
             max_positions=int(self._model.config.max_position_embeddings),
             mount_layers=self._model.mount_layers,
             page_tokens=PAGE_TOKENS,
+            dtype=str(self._model.dtype).removeprefix("torch."),
             head_dtype=str(self._model.head_dtype).removeprefix("torch."),
         )
 

@@ -215,7 +215,12 @@ def _load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    known = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float64": torch.float64,
+    }
     if name not in known:
         raise ConfigError("unknown dtype", value=name, limit=", ".join(known))
     return known[name]

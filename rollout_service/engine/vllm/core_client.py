@@ -71,6 +71,11 @@ class CoreClient:
         self.use = PoolUse()
 
     @property
+    def dtype(self) -> str:
+        """Type of the weights, as vLLM resolved what it was asked for."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
+
+    @property
     def head_dtype(self) -> str:
         """Type of the logits, as vLLM resolved what it was asked for."""
         return str(self._llm.model_config.head_dtype).removeprefix("torch.")

@@ -147,6 +147,7 @@ def engine_info(options: EngineOptions, facts: ModelFacts, builder: FootingBuild
         max_positions=facts.max_positions,
         mount_layers=facts.mount_layers(options.mount_layers),
         page_tokens=use.page_rows,
+        dtype=builder.client.dtype,
         head_dtype=builder.client.head_dtype,
         cursor_tokens=use.page_rows * (0.5 + facts.num_state_groups / use.blocks_per_page),
     )
