@@ -120,6 +120,7 @@ def _row(
         **_figures(exact, computed.policy_logprobs, "trainer_to_float32"),
         "hardware": args.hardware or f"{platform.machine()}, {args.device}",
         "versions": _versions(),
+        "vllm_arguments": args.vllm,
     }
 
 
