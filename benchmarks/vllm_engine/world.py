@@ -150,4 +150,6 @@ def vllm_arguments(scale: Scale, pool: str) -> dict[str, Any]:
     arguments = dict(scale.vllm)
     if scale.pool_bytes[pool]:
         arguments["kv_cache_memory_bytes"] = scale.pool_bytes[pool]
+        # Or vLLM wants most of the device to be free when it starts.
+        arguments["gpu_memory_utilization"] = 0.1
     return arguments
