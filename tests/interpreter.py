@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
-def interpreted(module: str, *args: str) -> dict[str, Any]:
+def interpreted(module: str, *args: str) -> Any:
     """The JSON that `python -m module` prints; this process may have Triton without it."""
     environment = {
         **os.environ,

@@ -5,6 +5,7 @@ A command line is no place for one: every process of the machine can read it.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,21 @@ def variable(name: str, environment: Mapping[str, str] | None = None) -> str | N
             f"{name} and {name}_FILE are both set", value=path, remedy="unset one of them"
         )
     return _secret(name, Path(path))
+
+
+def add_url_arguments(parser: argparse.ArgumentParser, what: str, otherwise: str = "") -> None:
+    """Declare `--redis-url` and `--mqtt-url`, which the environment sets where they are not given.
+
+    Args:
+        parser: Of a command.
+        what: What an address is to it, for the help.
+        otherwise: What it takes where there is neither.
+    """
+    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
+        parser.add_argument(
+            f"--{name}-url", default=variable(source), metavar="URL",
+            help=f"{what}; {source} where it is not given{otherwise}",
+        )  # fmt: skip
 
 
 def refuse_secrets(argv: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from harness_sdk.cli.environment import variable
+from harness_sdk.cli.environment import add_url_arguments, variable
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
 from harness_sdk.cli.tls_arguments import add_tls_arguments, tls_options
@@ -29,11 +29,7 @@ _RECOMPUTED = "tokens/recomputed_"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--run", default="local", help="name of the run")
-    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
-        parser.add_argument(
-            f"--{name}-url", default=variable(source), metavar="URL",
-            help=f"address; {source} where it is not given",
-        )  # fmt: skip
+    add_url_arguments(parser, "address")
     parser.add_argument(
         "--address", action="append", default=[], metavar="HOST:PORT",
         help="a replica to ask beside those that the control bus knows",

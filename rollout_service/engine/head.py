@@ -1,4 +1,7 @@
-"""The product of hidden states with the output embedding, in a wider type than theirs."""
+"""The product of hidden states with the output embedding, in a wider type than theirs.
+
+The trainer's is `tree_kernels.logprob.head`: a service imports no kernels (docs/design.md, layout).
+"""
 
 from __future__ import annotations
 

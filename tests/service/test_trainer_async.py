@@ -19,7 +19,7 @@ from harness_sdk import Episode, OctopusClient, SamplingOptions, Thread, control
 from harness_sdk.agents import Agent
 from harness_sdk.cli.embedded import embedded_broker
 from harness_sdk.errors import ToolError
-from harness_sdk.permits import redis_permits
+from harness_sdk.permits import Permits, redis_permits
 from harness_sdk.record import EpisodeRecord, record_from_bytes
 from harness_sdk.replicas import Replicas
 from harness_sdk.runner import Runner, RunOptions
@@ -245,6 +245,18 @@ async def test_open_episodes_cross_a_publish_and_every_token_tells_its_version(
     assert line["divergence_current/dlogp_max"] < 1e-4 < line["divergence/dlogp_max"]
 
 
+async def _one_trained_while_one_runs(world: _World, limit: Permits) -> list[Episode]:
+    """The running group's episodes, once another group's step was computed."""
+    for group_id in ("first", "running"):
+        await limit.take(group_id)
+    running = await _open(world, "running", ("refresh", "refresh"))
+    await _close(await _open(world, "first", ("keep", "keep")))
+    await limit.end("first")
+    while not world.steps:
+        await asyncio.sleep(0.02)
+    return running
+
+
 async def test_version_waits_for_the_episodes_that_run_where_they_shall_not_cross(
     world: _World,
 ) -> None:
@@ -254,13 +266,7 @@ async def test_version_waits_for_the_episodes_that_run_where_they_shall_not_cros
         asyncio.timeout(60),
     ):
         training = asyncio.create_task(loop.train(config, asyncio.Event()))
-        for group_id in ("first", "running"):
-            await limit.take(group_id)
-        running = await _open(world, "running", ("refresh", "refresh"))
-        await _close(await _open(world, "first", ("keep", "keep")))
-        await limit.end("first")
-        while not world.steps:
-            await asyncio.sleep(0.02)
+        running = await _one_trained_while_one_runs(world, limit)
         # Three were granted; the one that nobody took begins no group now.
         while await permits(world.link, RUN) != (2, 2):
             await asyncio.sleep(0.02)
@@ -375,13 +381,7 @@ async def test_step_longer_than_the_deadline_is_no_sign_that_a_group_died(
         asyncio.timeout(60),
     ):
         training = asyncio.create_task(loop.train(config, asyncio.Event()))
-        for group_id in ("first", "running"):
-            await limit.take(group_id)
-        running = await _open(world, "running", ("refresh", "refresh"))
-        await _close(await _open(world, "first", ("keep", "keep")))
-        await limit.end("first")
-        while not world.steps:
-            await asyncio.sleep(0.02)
+        running = await _one_trained_while_one_runs(world, limit)
         await asyncio.sleep(1.2)
         assert [service.adapters.newest() for service in world.services] == [0, 0]
         await _close(running)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.interpreter import interpreted
 from tests.row_kernel_cases import NAMES, fused_errors
 from tests.tiny_models import tiny_model
 from tree_kernels.rms_norm import rms_norm
@@ -19,19 +15,12 @@ from tree_kernels.swiglu import swiglu
 
 LIMIT = 2e-6
 """Relative RMS error in float32."""
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What every case gives in the interpreter; this process may have Triton without it."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
-    command = [sys.executable, "-m", "tests.row_kernel_cases"]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    """What every case gives."""
+    return interpreted("tests.row_kernel_cases")
 
 
 @pytest.mark.parametrize("name", NAMES)

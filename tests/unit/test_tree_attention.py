@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +25,7 @@ from tests.attention_cases import (
     outputs_and_gradients,
     visible,
 )
+from tests.interpreter import interpreted
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import tree_attention
 from tree_kernels.attention.calls import Call, plan_calls
@@ -39,7 +35,6 @@ from tree_kernels.layout import PieceLayout, TreeLayout, cut_pieces
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Relative RMS error of outputs and gradients."""
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -131,13 +126,7 @@ def test_memory_of_a_long_chain_is_a_few_copies_of_its_inputs() -> None:
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """What the GPU's path finds in Triton's interpreter, with libraries of the CPU."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
-    command = [sys.executable, "-m", "tests.attention_cases"]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return interpreted("tests.attention_cases")
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +13,7 @@ from rollout_service.engine.vllm.blocks import block_regions
 from rollout_service.engine.vllm.copies import Copies
 from rollout_service.engine.vllm.rows import Rows
 from rollout_service.engine.vllm.step_copier import GroupCaches, PlainCopier
+from tests.interpreter import interpreted
 from tests.page_cases import (
     GROUPS,
     NUM_BLOCKS,
@@ -29,8 +25,6 @@ from tests.page_cases import (
     new_pages,
     some_copies,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 class LogicalRows:
@@ -46,14 +40,7 @@ class LogicalRows:
 
 
 def test_kernels_equal_counted_addresses_in_every_layout() -> None:
-    """In Triton's interpreter, in a process of its own: this one may have Triton without it."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
-    command = [sys.executable, "-m", "tests.page_cases"]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == []
+    assert interpreted("tests.page_cases") == []
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness_sdk.cli.doctor.check import Check
-from harness_sdk.cli.environment import variable
+from harness_sdk.cli.environment import add_url_arguments
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
 
@@ -19,11 +19,7 @@ __all__ = ["Check", "add_arguments", "checks", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
-        parser.add_argument(
-            f"--{name}-url", default=variable(source), metavar="URL",
-            help=f"server to check; {source} where it is not given, else the embedded one",
-        )  # fmt: skip
+    add_url_arguments(parser, "server to check", ", else the embedded one")
     parser.add_argument("--model", type=Path, help="checkpoint folder to check")
     parser.add_argument("--adapter", type=Path, help="folder of a LoRA adapter for the model")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of the runs")

@@ -25,7 +25,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from harness_sdk.cli.environment import variable
+from harness_sdk.cli.environment import add_url_arguments, variable
 from harness_sdk.cli.interrupts import run_interruptible
 from harness_sdk.cli.option_file import render_options
 from harness_sdk.cli.settings import add_file_arguments
@@ -38,11 +38,7 @@ _MAX_EPISODES = 20_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--run", default="local", help="name of the run")
-    for name, source in (("redis", "OCTOPUS_REDIS_URL"), ("mqtt", "OCTOPUS_MQTT_URL")):
-        parser.add_argument(
-            f"--{name}-url", default=variable(source), metavar="URL",
-            help=f"address; {source} where it is not given",
-        )  # fmt: skip
+    add_url_arguments(parser, "address")
     parser.add_argument(
         "--tokenizer",
         type=Path,
