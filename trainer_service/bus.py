@@ -97,7 +97,12 @@ class ControlBus:
                 return
             except aiomqtt.MqttError as error:
                 if time.monotonic() > give_up:
-                    raise Unavailable("the MQTT broker does not take the policy") from error
+                    raise Unavailable(
+                        f"the MQTT broker does not take version {announcement.version}",
+                        value=error,
+                        limit=f"{self._patience_s:g} s",
+                        remedy="see its log: users, topics and message_size_limit",
+                    ) from error
                 await asyncio.sleep(0.2)
 
     async def wait_until(self, holds: Callable[[Replicas], bool], timeout_s: float) -> bool:

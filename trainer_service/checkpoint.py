@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ class Checkpoint:
         return self.folder / _ADAPTER
 
     def tensors(self) -> dict[str, Any]:
-        """The optimiser's state, on the CPU; the random state is restored on the way."""
-        saved = torch.load(self.folder / _TENSORS, map_location="cpu", weights_only=True)
+        """The optimiser's state, on the CPU; the random state is restored on the way.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        try:
+            saved = torch.load(self.folder / _TENSORS, map_location="cpu", weights_only=True)
+        # A torn file is a RuntimeError or EOFError to torch, another file an UnpicklingError.
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise _unreadable(self.folder, error) from error
         _set_random_state(saved["random"])
         return saved["optimizer"]
 
@@ -71,11 +80,7 @@ class CheckpointStore:
         try:
             state = json.loads((folders[-1] / _STATE).read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                "the newest checkpoint cannot be read",
-                value=folders[-1],
-                remedy=f"{error}; remove the folder to resume from the one before",
-            ) from error
+            raise _unreadable(folders[-1], error) from error
         return Checkpoint(folder=folders[-1], state=state)
 
     def save(
@@ -121,6 +126,14 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.name.isdigit())
+
+
+def _unreadable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        "the newest checkpoint cannot be read",
+        value=f"{folder}: {str(error).partition(chr(10))[0]}",
+        remedy="remove the folder to resume from the one before",
+    )
 
 
 def sync_tree(folder: Path) -> None:

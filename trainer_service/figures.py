@@ -21,6 +21,7 @@ class StripFigures:
     num_flat: int = 0
     """If each path were computed alone."""
     num_actions: int = 0
+    """Tokens with a log-probability, demonstrations included."""
     seconds: float = 0.0
     """Of computing, without waiting for other ranks."""
     pack_seconds: float = 0.0

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import save_file
+from torch import nn
 
 from harness_sdk.errors import AdapterError, ConfigError
 
@@ -57,7 +58,8 @@ def add_adapter(
         raise ConfigError(
             "LoRA targets that the model does not have",
             value=", ".join(sorted(missing)),
-            remedy="name linear layers of this architecture in target_modules",
+            limit=", ".join(sorted(_linear_names(model))),
+            remedy="correct lora.targets",
         )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # PEFT 0.21 reads a property that transformers 5.24 renamed.
@@ -69,6 +71,11 @@ def add_adapter(
     if adapter_path is not None:
         _restore(wrapped, config, Path(adapter_path))
     return wrapped
+
+
+def _linear_names(model: Any) -> set[str]:
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name.rpartition(".")[2] for name in linear}
 
 
 def multiply_in_model_type(model: peft.PeftModel) -> None:

@@ -254,12 +254,14 @@ class Policy:
             return PackedLogprobs(policy_logprobs=logprobs, entropy=entropy)
         leaves = logprobs.requires_grad_(), entropy.requires_grad_()
 
-        def go_on() -> None:
+        def pieces_backward() -> None:
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             run.backward(compute, [tuple(grad[own] for grad in grads) for own in actions])
             self._idle(num_idle)
 
-        return PackedLogprobs(policy_logprobs=logprobs, entropy=entropy, go_on=go_on)
+        return PackedLogprobs(
+            policy_logprobs=logprobs, entropy=entropy, pieces_backward=pieces_backward
+        )
 
     def _idle(self, num_passes: int) -> None:
         """Go through the model, and back where autograd records, without effect."""

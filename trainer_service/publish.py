@@ -254,7 +254,11 @@ def verify(state: ReplicaState, served: Served, probe_tolerance: float) -> None:
     """
     where = f"replica {state.replica_id}, version {served.version}"
     if state.error and state.error_version == served.version:
-        raise AdapterError(f"{where}: refused: {state.error}")
+        raise AdapterError(
+            f"{where}: refused: {state.error}",
+            remedy="correct what it names, on the replica or in this run's lora and model options;"
+            " the trainer resumes from its checkpoint",
+        )
     if not _serves(state, served.version):
         return
     faults = _faults(state.checksums, served.checksums)

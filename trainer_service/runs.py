@@ -51,7 +51,12 @@ def append_runs(record: EpisodeRecord, episode: int, runs: list[TokenRun]) -> No
             run_of[node.node_id] = len(runs)
             runs.append(TokenRun(episode=episode, parent=above, mounts=mounts, parts=[node]))
     if not with_tokens:
-        raise InvalidRequest("episode record without tokens", episode_id=record.episode_id)
+        raise InvalidRequest(
+            "episode record without tokens",
+            value=f"{len(record.nodes)} nodes",
+            limit="1 token and more",
+            episode_id=record.episode_id,
+        )
 
 
 def _check_nodes(record: EpisodeRecord) -> dict[int, int]:

@@ -281,6 +281,7 @@ def _accumulate(
     figures: StripFigures,
     num_passes: int,
 ) -> float:
+    """Add a strip's gradients and figures; its loss, 0 where the share teaches nothing."""
     strip = part.strip.to(policy.device)
     objective = OBJECTIVES[config.objective]
     passes = {"max_piece_tokens": config.batch.max_piece_tokens, "num_passes": num_passes}

@@ -64,6 +64,18 @@ def test_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
         store.newest()
 
 
+@pytest.mark.parametrize("left", [0, 100, 1000])
+def test_torn_tensors_say_what_to_do(tmp_path: Path, left: int) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    _save(store, 1)
+    path = tmp_path / "00000001" / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:left])
+    found = store.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match=r"00000001.*resume from the one before"):
+        found.tensors()
+
+
 def test_copy_replaces_an_older_folder_whole(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     for folder, name in ((source, "new"), (target, "old")):

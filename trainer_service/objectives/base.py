@@ -19,14 +19,14 @@ class PackedLogprobs:
     """Of the tempered distribution, nats, `[A]` float32, differentiable."""
     entropy: torch.Tensor
     """Of the tempered distribution, nats, `[A]` float32, differentiable."""
-    go_on: Callable[[], None] | None = None
+    pieces_backward: Callable[[], None] | None = None
     """Of a strip in pieces, whose tensors are leaves: takes their gradients to the parameters."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add to the parameters' gradients those of `loss`, a scalar computed from these."""
         loss.backward()
-        if self.go_on is not None:
-            self.go_on()
+        if self.pieces_backward is not None:
+            self.pieces_backward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
