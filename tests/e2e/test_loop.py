@@ -22,10 +22,10 @@ from trainer_service.metrics import read_metrics
 
 
 @contextlib.asynccontextmanager
-async def _world(folder: Path, family: str) -> AsyncIterator[LoopWorld]:
+async def _world(folder: Path, family: str, dtype: str = "float32") -> AsyncIterator[LoopWorld]:
     # Nearly uniform models would agree whatever they saw.
     (await asyncio.to_thread(sharp_model, family)).save_pretrained(folder / "model")
-    async with loop_world(folder, folder / "model") as world:
+    async with loop_world(folder, folder / "model", dtype=dtype) as world:
         yield world
 
 
@@ -34,6 +34,25 @@ async def _world(folder: Path, family: str) -> AsyncIterator[LoopWorld]:
 async def test_two_rl_steps_go_live_without_a_restart(family: str, tmp_path: Path) -> None:
     async with _world(tmp_path, family) as world:
         await check_two_steps(world, max_dlogp=5e-5)
+
+
+@pytest.mark.slow
+async def test_two_float16_steps_go_live_with_the_loss_scaled(tmp_path: Path) -> None:
+    async with _world(tmp_path, "granitemoehybrid", "float16") as world:
+        await check_two_steps(world, max_dlogp=5e-3, max_kl=1e-6)
+        assert {record.dtype for record in await world.records()} == {"float16"}
+    lines = read_metrics(world.config().folder / "metrics.jsonl")
+    assert [line["optim/loss_scale"] for line in lines] == [65536.0, 65536.0]
+    print(
+        [
+            (
+                line["divergence/kl_mean"],
+                line["divergence/dlogp_max"],
+                line["publish/probe_delta_max"],
+            )
+            for line in lines
+        ]
+    )
 
 
 @pytest.mark.slow
