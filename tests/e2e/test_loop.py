@@ -43,16 +43,6 @@ async def test_two_float16_steps_go_live_with_the_loss_scaled(tmp_path: Path) ->
         assert {record.dtype for record in await world.records()} == {"float16"}
     lines = read_metrics(world.config().folder / "metrics.jsonl")
     assert [line["optim/loss_scale"] for line in lines] == [65536.0, 65536.0]
-    print(
-        [
-            (
-                line["divergence/kl_mean"],
-                line["divergence/dlogp_max"],
-                line["publish/probe_delta_max"],
-            )
-            for line in lines
-        ]
-    )
 
 
 @pytest.mark.slow

@@ -270,6 +270,10 @@ def test_16_bit_adapters_multiply_as_served_and_learn_in_float32(
     wanted = torch.autograd.grad((exact * weights).sum(), [exact_x, down, up])
     (out.float() * weights).sum().backward()
     assert out.dtype == narrow and down.grad is not None and up.grad is not None
+    low = x.detach()[0] @ down.detach().to(narrow).t()
+    served = layer.base_layer(x.detach()[0])
+    served.addmm_(low, up.detach().to(narrow).t(), alpha=layer.scaling["default"])
+    assert torch.equal(out[0], served)
     assert relative_rms(out, exact) <= limit
     for found, expected in zip([x.grad, down.grad, up.grad], wanted, strict=True):
         assert found is not None
