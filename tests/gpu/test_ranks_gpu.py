@@ -1,5 +1,5 @@
 """Two processes on a GPU each, gradients through NCCL, beside one process on one GPU; then with the
-base weights divided between them."""
+base weights divided between them, and with strips in pieces too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
 
 
-def _config(folder: Path, model: Path, run: str, sharding: str = "none") -> TrainerConfig:
+def _config(
+    folder: Path, model: Path, run: str, piece: int | None, sharding: str = "none"
+) -> TrainerConfig:
     records = folder / "r.records"
     if not records.exists():
         write_records(
@@ -47,16 +49,18 @@ def _config(folder: Path, model: Path, run: str, sharding: str = "none") -> Trai
         objective="sft",
         ranks={"sharding": sharding},
         max_steps=2,
-        batch={"records": records, "episodes_per_step": 4},
+        batch={"records": records, "episodes_per_step": 4, "max_piece_tokens": piece},
         # Adam's first steps are the gradient's sign: plain noise where it is nearly 0.
         optim={"lr": 1e-3, "eps": 1e-2, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 4},
     ).on_device("cuda")  # fmt: skip
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
-async def test_two_gpus_make_the_steps_of_one(tmp_path: Path, model: Path, sharding: str) -> None:
-    alone = _config(tmp_path, model, "alone")
-    together = _config(tmp_path, model, "together", sharding)
+@pytest.mark.parametrize(("sharding", "piece"), [("none", None), ("fsdp", None), ("fsdp", 40)])
+async def test_two_gpus_make_the_steps_of_one(
+    tmp_path: Path, model: Path, sharding: str, piece: int | None
+) -> None:
+    alone = _config(tmp_path, model, "alone", piece)
+    together = _config(tmp_path, model, "together", piece, sharding)
     for config, count in ((alone, 1), (together, 2)):
         code, output = await run_ranks(config, count)
         assert code == 0, output
