@@ -1,4 +1,4 @@
-"""Two ranks share a model: every group's blocks are sharded alike, and cursors do not notice."""
+"""Ranks share a model: every group's blocks are sharded alike, and cursors do not notice."""
 
 from __future__ import annotations
 
@@ -28,21 +28,27 @@ pytestmark = [
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="session",
-    params=["granitemoehybrid", pytest.param("qwen3_5", marks=pytest.mark.soak)],
+    params=[
+        ("granitemoehybrid", 2),
+        pytest.param(("granitemoehybrid", 4), marks=pytest.mark.soak),
+        pytest.param(("qwen3_5", 2), marks=pytest.mark.soak),
+    ],
+    ids=lambda param: f"{param[0]}-{param[1]}",
 )
 async def shared(request: pytest.FixtureRequest, servable_folder: Path) -> AsyncIterator[Served]:
-    """A hybrid over two ranks, each with one key and value head."""
+    """A hybrid over ranks with one key and value head each; of four, two have the same."""
+    family, num_ranks = request.param
     async for served in serve(
         servable_folder,
-        request.param,
-        tensor_parallel_size=2,
+        family,
+        tensor_parallel_size=num_ranks,
         max_adapters=1,
         max_lora_rank=8,
     ):
         yield served
 
 
-async def test_cursors_over_two_ranks_equal_the_oracle(shared: Served) -> None:
+async def test_cursors_over_ranks_equal_the_oracle(shared: Served) -> None:
     engine = shared.engine
     reference = Reference(servable_model(shared.family), engine.info.mount_layers)
     play = Play(engine=engine, reference=reference, rng=random.Random(21))
