@@ -6,6 +6,7 @@ form.
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,39 @@ ADDRESS_FILE = "address"
 """File in a replica's folder that says where it listens, while it does."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_SETTINGS_OF_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "gpu_memory_utilization": "engine.vllm.gpu_memory_fraction",
+    "tensor_parallel_size": "engine.vllm.tensor_parallel_size",
+    "block_size": "engine.vllm.page_tokens",
+    "max_num_batched_tokens": "engine.vllm.max_batched_tokens",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_model_len": "engine.max_tokens",
+    "max_lora_rank": "engine.vllm.max_lora_rank",
+    "max_loras": "adapters.max_versions",
+    "max_cpu_loras": "adapters.max_versions",
+}
+_OWN_ARGUMENTS = frozenset(
+    {
+        "additional_config",
+        "async_scheduling",
+        "disable_log_stats",
+        "enable_lora",
+        "enable_log_requests",
+        "enable_prefix_caching",
+        "logprobs_mode",
+        "lora_target_modules",
+        "max_logprobs",
+        "scheduler_cls",
+        "scheduling_policy",
+        "seed",
+        "skip_tokenizer_init",
+        "worker_cls",
+    }
+)
+"""Arguments of vLLM that cursors, versions and log-probabilities stand on."""
 
 
 class Options(BaseModel):
@@ -95,6 +129,35 @@ class VllmOptions(Options):
     versions; calls wait for it, and threads go on. Past it the service ends."""
     restart_window_s: float = Field(default=600.0, gt=0)
     """Seconds over which those restarts are counted."""
+    arguments: dict[str, JsonValue] = {}
+    """Further engine arguments of vLLM by its own names, as {attention_backend = "TRITON_ATTN"};
+    what has a setting here, or is the service's to decide, is refused."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name, value in arguments.items():
+            if name in _SETTINGS_OF_ARGUMENTS:
+                raise ConfigError(
+                    f"engine.vllm.arguments.{name} has a setting of its own",
+                    value=repr(value),
+                    remedy=f"set {_SETTINGS_OF_ARGUMENTS[name]}",
+                )
+            if name in _OWN_ARGUMENTS:
+                raise ConfigError(
+                    f"engine.vllm.arguments.{name} is the service's to decide",
+                    value=repr(value),
+                    remedy=f"leave {name} out",
+                )
+            # A dotted flag gives text.
+            if isinstance(value, str) and _is_scalar(value):
+                raise ConfigError(
+                    f"engine.vllm.arguments.{name} is text, which vLLM does not convert",
+                    value=repr(value),
+                    limit="numbers, true and false without quotes",
+                    remedy=f"write --engine.vllm.arguments '{{{name} = {value}}}'",
+                )
+        return arguments
 
 
 class EngineOptions(Options):
@@ -108,6 +171,14 @@ class EngineOptions(Options):
     max_num_seqs: int = Field(default=64, ge=1, le=4096)
     """Sequences decoded in one batch."""
     vllm: VllmOptions = VllmOptions()
+
+
+def _is_scalar(text: str) -> bool:
+    """Whether `text` is a number or truth value of JSON."""
+    try:
+        return isinstance(json.loads(text), bool | int | float)
+    except ValueError:
+        return False
 
 
 class ServerOptions(Options):

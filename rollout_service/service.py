@@ -334,7 +334,7 @@ def _vllm_engine(
             max_restarts=options.max_restarts, window_s=options.restart_window_s
         ),
         on_end=on_end,
-        vllm_arguments=arguments,
+        vllm_arguments=arguments | options.arguments,
     )
 
 

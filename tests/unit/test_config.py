@@ -54,6 +54,15 @@ def test_defaults_are_those_of_the_design() -> None:
         (("--engine.vllm.gpu-memory-fraction", "1.5"), "engine.vllm.gpu_memory_fraction is not"),
         (("--engine.vllm.max-lora-rank", "1024"), "engine.vllm.max_lora_rank is not valid"),
         (("--engine.vllm.max-loras", "2"), "unknown configuration key engine.vllm.max_loras"),
+        (("--engine.vllm.arguments", "{seed = 1}"), "engine.vllm.arguments.seed is the service's"),
+        (
+            ("--engine.vllm.arguments.cpu-offload-gb", "4"),
+            "engine.vllm.arguments.cpu_offload_gb is text",
+        ),
+        *(
+            (("--engine.vllm.arguments", f"{{{name} = 1}}"), f"engine.vllm.arguments.{name} has a")
+            for name in ("dtype", "block_size", "max_loras")
+        ),
         (("--model.path", "none"), "model.path is not set"),
         (("--server.tls-cert", "a.pem"), "server.tls_cert and server.tls_key go together"),
         (("--server.tls-client-ca", "a.pem"), "server.tls_client_ca needs server.tls_cert"),
@@ -68,6 +77,16 @@ def test_unsupported_setting_is_refused(flags: tuple[str, ...], message: str) ->
         _load(*flags)
     assert caught.value.message == message or caught.value.message.startswith(message)
     assert caught.value.remedy
+
+
+def test_arguments_of_vllm_pass_through_a_file(tmp_path: Path) -> None:
+    given = {"attention_backend": "TRITON_ATTN", "compilation_config": {"mode": 0, "sizes": [1, 2]}}
+    flag = '{attention_backend = "TRITON_ATTN", compilation_config = {mode = 0, sizes = [1, 2]}}'
+    config = _load("--engine.vllm.arguments", flag)
+    assert config.engine.vllm.arguments == given
+    path = tmp_path / "again.toml"
+    path.write_text(render_config(config, "toml"))
+    assert _load(path=path).engine.vllm.arguments == given
 
 
 def test_environment_gives_addresses_and_the_token() -> None:

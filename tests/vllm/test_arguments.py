@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from harness_sdk.errors import ConfigError
+from rollout_service.config import RolloutConfig
 from rollout_service.engine.vllm import VllmEngine
+from rollout_service.service import run_service
+from tests.chat_tokenizers import save_chat_tokenizer
 from tests.vllm.models import DTYPES
 
 pytestmark = pytest.mark.slow
@@ -41,6 +44,24 @@ async def test_arguments_against_cursors_are_refused_before_anything_starts(
     )
     with pytest.raises(ConfigError, match=message):
         await engine.start()
+
+
+async def test_arguments_of_the_configuration_reach_vllm(
+    tmp_path: Path, servable_folder: Path
+) -> None:
+    model = save_chat_tokenizer(tmp_path / "model")
+    for path in (servable_folder / "llama").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    config = RolloutConfig.model_validate(
+        {
+            "run_folder": tmp_path / "runs",
+            "model": {"path": model, "preamble": "compact"},
+            "engine": {"name": "vllm", "vllm": {"arguments": {"attention_backend": "ABACUS"}}},
+            "server": {"port": 0},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"refuses the engine's arguments: .*ABACUS"):
+        await run_service(config)
 
 
 async def test_overrides_of_the_model_come_beside_the_type_of_its_logits(
