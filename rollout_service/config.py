@@ -121,9 +121,9 @@ class VllmOptions(Options):
     max_lora_rank: int = Field(default=64, ge=1, le=512)
     """Highest rank of an adapter; adapters.max_versions buffers of that rank are held."""
     hang_timeout_s: float = Field(default=300.0, ge=0)
-    """Seconds within which an engine process has to answer, the step that it computes included;
-    one that does not is killed and started again. More than its longest step takes; 0 waits for
-    ever."""
+    """Seconds within which an engine process has to answer, the step that it computes included,
+    and what that compiles or loads; one that does not is killed and started again. More than its
+    longest step takes; 0 waits for ever."""
     max_restarts: int = Field(default=5, ge=0, le=1000)
     """Times in restart_window_s that an engine process which ended is started again, with its
     versions; calls wait for it, and threads go on. Past it the service ends."""

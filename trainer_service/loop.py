@@ -192,7 +192,8 @@ class _Loop:
                 "loss or gradients are not finite",
                 value=f"{row} steps in a row",
                 limit=f"below {limit}",
-                remedy="lower optim.lr or use float32; the checkpoint holds the last finite policy",
+                remedy="lower optim.lr, or set model.dtype float32, or bfloat16 in place of"
+                " float16, on both sides; the checkpoint holds the last finite policy",
             )
 
     async def _next(self) -> tuple[Batch | None, float]:

@@ -141,7 +141,8 @@ class OptimOptions(Options):
     min_lr_factor: float = Field(default=0.0, ge=0, le=1)
     """Floor, as a multiple of lr."""
     max_skipped: int = Field(default=10, ge=1)
-    """Non-finite steps in a row that stop the run; each halves the scale of a float16 loss."""
+    """Non-finite steps in a row that stop the run; gradients that are not finite halve the scale of
+    a float16 loss, from 65,536 on."""
 
 
 class RanksOptions(Options):

@@ -16,6 +16,7 @@ from harness_sdk.json_values import is_object, within
 if TYPE_CHECKING:
     from harness_sdk.cli.stack_config import StackConfig
     from rollout_service.config import RolloutConfig
+    from trainer_service.config import TrainerConfig
 
 _PORTS = (("server", "port"), ("openai", "port"), ("metrics", "port"))
 
@@ -93,7 +94,11 @@ def trainer_plan(config: StackConfig, over: Mapping[str, Any] | None = None) -> 
             remedy="set trainer.model.device cuda: each process takes a device of its own",
         )
     replicas = replica_plans(config)
-    each = rollout_config(replicas[0]).engine.vllm.tensor_parallel_size if replicas else 0
+    each = 0
+    if replicas:
+        rollout = rollout_config(replicas[0])
+        _check_types(rollout, trainer)
+        each = rollout.engine.vllm.tensor_parallel_size
     return ServicePlan(
         name="trainer",
         module="trainer_service",
@@ -136,6 +141,19 @@ def _replica_plan(config: StackConfig, number: int) -> ServicePlan:
     if several:
         _check_shared(config)
     return replace(plan, gpus=_gpus(config, each, number * each, each))
+
+
+def _check_types(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Refuse what the trainer would refuse at the first episode."""
+    # Logits of wider models are as wide either way.
+    is_narrow = trainer.model.dtype in ("bfloat16", "float16")
+    for key in ("dtype", "head_dtype") if is_narrow else ("dtype",):
+        theirs, own = getattr(rollout.model, key), getattr(trainer.model, key)
+        if theirs != own:
+            raise ConfigError(
+                f"rollout.model.{key} {theirs} does not go with trainer.model.{key} {own}",
+                remedy="set the same one for both: log-probabilities of both sides are compared",
+            )
 
 
 def _check_shared(config: StackConfig) -> None:

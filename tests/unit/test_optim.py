@@ -98,6 +98,8 @@ def test_overflow_is_skipped_with_half_the_scale_after_it_also_on_resuming() -> 
     assert (optimizer.num_skipped, optimizer.loss_scale) == (2, 32768.0)
     resumed = Optimizer([_parameter()], OptimOptions(lr=0.1), scales_loss=True)
     resumed.load_state_dict(optimizer.state_dict())
+    # The scale, and how long it has been right.
+    assert resumed.state_dict()["scaler"] == optimizer.state_dict()["scaler"]
     assert resumed.loss_scale == 32768.0
     resumed.parameters[0].grad = torch.full((3,), 32768.0)
     assert resumed.step(loss=1.0).grad_norm == pytest.approx(math.sqrt(3))

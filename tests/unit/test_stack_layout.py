@@ -69,6 +69,17 @@ def test_gpus_are_those_that_a_scheduler_gave(monkeypatch: pytest.MonkeyPatch) -
             "trainer.model.device cuda:1 does not go with trainer_processes 2",
         ),
         (
+            {"rollout": {"model": {"dtype": "bfloat16"}}},
+            "rollout.model.dtype bfloat16 does not go with trainer.model.dtype float32",
+        ),
+        (
+            {
+                "rollout": {"model": {"dtype": "float16"}},
+                "trainer": {"model": {"dtype": "float16", "head_dtype": "model"}},
+            },
+            "rollout.model.head_dtype float32 does not go with trainer.model.head_dtype model",
+        ),
+        (
             {"replicas": 2, "rollout": {"replica_id": "mine"}},
             "rollout.replica_id does not go with replicas 2",
         ),
@@ -81,6 +92,10 @@ def test_gpus_are_those_that_a_scheduler_gave(monkeypatch: pytest.MonkeyPatch) -
 def test_pairs_that_do_not_go_together_are_both_named(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _ = replica_plans(_config(**fields)), trainer_plan(_config(**fields))
+
+
+def test_logits_of_a_float32_model_are_the_same_either_way() -> None:
+    trainer_plan(_config(trainer={"model": {"head_dtype": "model"}}))
 
 
 def test_dry_run_says_what_would_be_started(

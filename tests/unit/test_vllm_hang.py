@@ -124,6 +124,7 @@ async def test_a_process_that_hangs_says_where_and_is_killed(
         error = await engine.ended()
     assert process.exitcode == -signal.SIGKILL
     assert error.value == "killed because it had not answered for 0.2 s" and error.retryable
+    assert "engine.vllm.hang_timeout_s" in (error.remedy or "")
     lines = await asyncio.to_thread(log.last_lines)
     assert any("test_vllm_hang.py" in line and " in hang" in line for line in lines)
     assert "has not answered for 0.2 s and is killed" in caplog.text

@@ -59,7 +59,7 @@ class TransformersEngine:
         Args:
             model_path: Hugging Face folder.
             device: Torch device.
-            dtype: Of weights and K/V: float32, bfloat16 or float64.
+            dtype: Of weights and K/V: float32, bfloat16, float16 or float64.
             head_dtype: Of the logits: float32, at least, or model.
             max_tokens: Tokens whose K/V may be resident. A running request holds a working copy
                 of its context beside them.

@@ -46,8 +46,8 @@ class StripModel:
         Args:
             path: The folder.
             device: Torch device.
-            dtype: Of weights and K/V: float32, bfloat16, float64. Recurrent states are float32
-                for bfloat16, float64 for float32 on the CPU.
+            dtype: Of weights and K/V: float32, bfloat16, float16, float64. Recurrent states are
+                float32 for the narrow ones, float64 for float32 on the CPU.
             head_dtype: Of the logits: float32, at least, or model.
             mount_layers: Decoder layers whose attention reads mounted spans; None takes all
                 attention layers of a hybrid, a middle quarter otherwise (design.md section 4).

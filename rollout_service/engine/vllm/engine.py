@@ -62,7 +62,7 @@ class VllmEngine:
         Args:
             model_path: Hugging Face folder.
             device: cpu or cuda.
-            dtype: Of weights and K/V: float32, bfloat16.
+            dtype: Of weights and K/V: float32, bfloat16, float16.
             head_dtype: Of the logits: float32, or model.
             max_tokens: Tokens whose K/V may be resident, in whole pages, recurrent states beside
                 them; None takes what memory allows.

@@ -206,12 +206,12 @@ class EngineProcess:
     def _end(self) -> Unavailable:
         codes = {process.exitcode for process in self._processes} - {None}
         cause = ", ".join(map(_exit, sorted(codes)))
+        remedy = "repeat the call; the service's log says why"
         if self._is_hung:
             cause = f"killed because it had not answered for {self._hang_timeout_s:g} s"
+            remedy += "; raise engine.vllm.hang_timeout_s where a step takes longer"
         return Unavailable(
-            "the engine process has ended, and what it held with it",
-            value=cause,
-            remedy="repeat the call; the service's log says why",
+            "the engine process has ended, and what it held with it", value=cause, remedy=remedy
         )
 
 
