@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
     [
         ({"enable_prefix_caching": True}, "got enable_prefix_caching, mamba_cache_mode; allowed"),
         ({"pipeline_parallel_size": 2}, "got pipeline_parallel_size; allowed: none"),
+        ({"data_parallel_size": 2}, "got data_parallel_size; allowed: none"),
         (
             {"tensor_parallel_size": 3},
             r"refuses the engine's arguments: .*must be divisible by .*size .3.\.$",

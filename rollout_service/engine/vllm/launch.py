@@ -228,13 +228,14 @@ def _engine_config(seams: Any, arguments: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses the engine's arguments: {error}") from error
     cache = config.cache_config
-    # Each keeps a sequence's state in more than the one block that a cursor takes over.
+    # Each keeps a sequence's state in more than the one block, or engine, that a cursor takes over.
     unserved = {
         "enable_prefix_caching": cache.enable_prefix_caching,
         "mamba_cache_mode": cache.mamba_cache_mode != "none",
         "use_replayssm": cache.use_replayssm,
         "speculative_config": config.speculative_config is not None,
         "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size > 1,
+        "data_parallel_size": config.parallel_config.data_parallel_size > 1,
     }
     given = [name for name, is_given in unserved.items() if is_given]
     if given:
