@@ -77,7 +77,7 @@ chaos: $(TEST_STAMP) ## Kill every process of a run again and again, and cut its
 
 soak: $(TEST_STAMP) ## Half an hour of episodes under faults (SOAK=--help), then long random use of every engine.
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.soak $(SOAK)
-	$(BIN)/python -m pytest -m soak -s --ignore tests/chaos
+	$(BIN)/python -m pytest -m soak -s tests/e2e tests/service tests/unit
 	$(BIN)/python -m pytest -m soak -s tests/vllm
 
 lint: $(TEST_STAMP) ## ruff and pyright.
