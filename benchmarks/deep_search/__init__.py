@@ -1,0 +1,1 @@
+"""Deep search before and after training, on questions that the training does not see."""
