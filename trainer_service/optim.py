@@ -15,6 +15,10 @@ import torch
 from harness_sdk.errors import ConfigError
 from trainer_service.sections import OptimOptions
 
+_MAX_HALVED = 8
+"""Times that the scale is halved for one step. Gradients that are not finite at any scale would
+halve it down to where those of all later steps vanish."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
@@ -25,6 +29,9 @@ class StepOutcome:
     lr: float
     skipped: bool
     """A loss or gradient was not finite: parameters, moments and schedule stand as before."""
+    overflowed: bool = False
+    """It may be the scale's fault, which is half of what it was: the same step is computed again,
+    and counts as none so far."""
 
 
 class Optimizer:
@@ -57,7 +64,7 @@ class Optimizer:
             weight_decay=options.weight_decay,
         )
         device = self.parameters[0].device
-        # From 65,536: halved by every gradient that is not finite, doubled after 2,000 that are.
+        # From 65,536: halved where gradients are not finite, doubled after 2,000 steps that were.
         self._scaler = torch.amp.GradScaler(device.type, enabled=scales_loss)
         # Its first use readies it, which a rank without episodes would not come to.
         self.scaled(torch.zeros((), device=device))
@@ -65,6 +72,8 @@ class Optimizer:
         self.num_skipped = 0
         """Since the start of the run."""
         self.skipped_in_a_row = 0
+        self._num_halved = 0
+        """For the step in progress."""
 
     @property
     def num_attempts(self) -> int:
@@ -90,17 +99,27 @@ class Optimizer:
         return self._scaler.scale(loss)
 
     def step(self, *, loss: float) -> StepOutcome:
-        """Apply the accumulated gradients, unless they or `loss`, unscaled, are not finite."""
+        """Apply the accumulated gradients, unless they or `loss`, unscaled, are not finite.
+
+        Where the outcome says `overflowed`, compute the gradients again and call it once more.
+        """
         self._scaler.unscale_(self._adamw)
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm(grads)
         norm, lr = float(norm_tensor), self.lr
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            self.num_skipped += 1
-            self.skipped_in_a_row += 1
+            overflowed = (
+                self._scaler.is_enabled() and math.isfinite(loss) and self._num_halved < _MAX_HALVED
+            )
             self._scaler.update()
             self.zero_grad()
-            return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
+            if overflowed:
+                self._num_halved += 1
+            else:
+                self.num_skipped += 1
+                self.skipped_in_a_row += 1
+                self._num_halved = 0
+            return StepOutcome(grad_norm=norm, lr=lr, skipped=True, overflowed=overflowed)
         torch.nn.utils.clip_grads_with_norm_(
             self.parameters, self._options.max_grad_norm, norm_tensor
         )
@@ -110,7 +129,7 @@ class Optimizer:
         self._scaler.update()
         self.zero_grad()
         self.num_steps += 1
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self._num_halved = 0
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def state_dict(self) -> dict[str, Any]:

@@ -141,8 +141,8 @@ class OptimOptions(Options):
     min_lr_factor: float = Field(default=0.0, ge=0, le=1)
     """Floor, as a multiple of lr."""
     max_skipped: int = Field(default=10, ge=1)
-    """Non-finite steps in a row that stop the run; gradients that are not finite halve the scale of
-    a float16 loss, from 65,536 on."""
+    """Non-finite steps in a row that stop the run. In float16, gradients that are not finite first
+    halve the scale of the loss, from 65,536 on, and are computed again, up to 8 times a step."""
 
 
 class RanksOptions(Options):

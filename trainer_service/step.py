@@ -173,7 +173,8 @@ def check_types(episodes: Sequence[Scored], *, dtype: str, head_dtype: str) -> N
                     f"episode {record.episode_id} was sampled from {what} of another type",
                     value=f"{found} on replica {record.replica_id}",
                     limit=f"{own}, which the trainer computes",
-                    remedy=f"set the same {setting} on rollout and trainer",
+                    remedy=f"set the same {setting} on rollout and trainer, and a new run name"
+                    " where episodes of another wait in the stream",
                     episode_id=record.episode_id,
                 )
 
@@ -182,19 +183,39 @@ def _take_share(
     policy: Policy, optimizer: Optimizer, share: Share, config: TrainerConfig, ranks: Ranks
 ) -> _Stepped:
     begin = time.monotonic()
-    figures = StripFigures(version=share.version)
     parts = _parts(share, config)
-    figures.pack_seconds = time.monotonic() - begin
+    pack_seconds = time.monotonic() - begin
     # sft divides by the actions of the whole step.
     (num_actions,) = ranks.sum(sum(part.strip.action_source.shape[0] for part in parts))
     options = _options(share, int(num_actions), config)
-    optimizer.zero_grad()
-    loss = 0.0
     passes = [1] * len(parts)
     if policy.is_sharded:
         # Long strips beside long ones, so that ranks wait for each other least.
         parts.sort(key=lambda part: -part.strip.num_tokens)
         passes = _num_passes(parts, config, ranks)
+    while True:
+        stepped = _take_parts(policy, optimizer, parts, passes, share, config, options, ranks)
+        # All ranks see the same sums, and so the same outcome.
+        if not stepped.outcome.overflowed:
+            stepped.figures.pack_seconds = pack_seconds
+            return stepped
+
+
+def _take_parts(
+    policy: Policy,
+    optimizer: Optimizer,
+    parts: Sequence[_Part],
+    passes: Sequence[int],
+    share: Share,
+    config: TrainerConfig,
+    options: ObjectiveOptions,
+    ranks: Ranks,
+) -> _Stepped:
+    """Gradients of all strips, added to those of other ranks, and the step they make."""
+    begin = time.monotonic()
+    figures = StripFigures(version=share.version)
+    optimizer.zero_grad()
+    loss = 0.0
     with ranks.told():
         for part, num_passes in zip(parts, passes, strict=False):
             loss += _accumulate(

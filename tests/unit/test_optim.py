@@ -81,7 +81,7 @@ def test_scaled_loss_makes_the_same_step() -> None:
     assert (no_scale, scale) == (1.0, 65536.0)
 
 
-def test_overflow_is_skipped_with_half_the_scale_after_it_also_on_resuming() -> None:
+def test_overflow_halves_the_scale_and_counts_as_no_step_also_on_resuming() -> None:
     parameter = _parameter()
     before = parameter.detach().clone()
     optimizer = Optimizer([parameter], OptimOptions(lr=0.1), scales_loss=True)
@@ -89,13 +89,15 @@ def test_overflow_is_skipped_with_half_the_scale_after_it_also_on_resuming() -> 
     parameter.grad = torch.zeros(3)
     assert not optimizer.step(loss=0.0).skipped
     parameter.grad = torch.tensor([1.0, torch.inf, 1.0])
-    assert optimizer.step(loss=1.0).skipped
+    outcome = optimizer.step(loss=1.0)
+    assert outcome.skipped and outcome.overflowed
     assert torch.equal(parameter, before)
-    assert (optimizer.num_skipped, optimizer.loss_scale) == (1, 32768.0)
+    assert (optimizer.num_attempts, optimizer.loss_scale) == (1, 32768.0)
     # A loss that is not finite says nothing of the scale.
     parameter.grad = torch.ones(3)
-    assert optimizer.step(loss=math.nan).skipped
-    assert (optimizer.num_skipped, optimizer.loss_scale) == (2, 32768.0)
+    outcome = optimizer.step(loss=math.nan)
+    assert outcome.skipped and not outcome.overflowed
+    assert (optimizer.num_skipped, optimizer.loss_scale) == (1, 32768.0)
     resumed = Optimizer([_parameter()], OptimOptions(lr=0.1), scales_loss=True)
     resumed.load_state_dict(optimizer.state_dict())
     # The scale, and how long it has been right.
@@ -103,6 +105,20 @@ def test_overflow_is_skipped_with_half_the_scale_after_it_also_on_resuming() -> 
     assert resumed.loss_scale == 32768.0
     resumed.parameters[0].grad = torch.full((3,), 32768.0)
     assert resumed.step(loss=1.0).grad_norm == pytest.approx(math.sqrt(3))
+
+
+def test_a_gradient_that_is_finite_at_no_scale_is_skipped_in_the_end() -> None:
+    parameter = _parameter()
+    optimizer = Optimizer([parameter], OptimOptions(lr=0.1), scales_loss=True)
+    for num_skipped in (1, 2):
+        overflowed = True
+        num_tries = 0
+        while overflowed:
+            parameter.grad = torch.full((3,), torch.nan)
+            overflowed = optimizer.step(loss=1.0).overflowed
+            num_tries += 1
+        assert num_tries == 9
+        assert optimizer.num_skipped == optimizer.skipped_in_a_row == num_skipped
 
 
 @pytest.mark.parametrize("before", [False, True])

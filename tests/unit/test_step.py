@@ -239,6 +239,25 @@ def test_float16_gradients_are_those_of_float32_where_the_loss_is_scaled(
     assert errors[1] >= 5 * errors[0]
 
 
+def test_step_whose_scaled_gradients_overflow_is_computed_again(model: Path) -> None:
+    config = _config(model, "dag_grpo")
+    batch = _batch()
+    found = []
+    for factor in (1.0, 2.0**12):
+        policy = _policy(config, "float16")
+        optimizer = new_optimizer(policy, config)
+        optimizer._scaler.update(1024.0 * factor)
+        metrics = train_step(policy, optimizer, batch, config, version=1).metrics
+        assert metrics["optim/skipped"] == 0.0 and optimizer.num_steps == 1
+        found.append((metrics, _flat([p.detach() for p in policy.trainable_parameters()])))
+    (calm, one), (loud, other) = found
+    assert calm["optim/loss_scale"] == 1024.0 < loud["optim/loss_scale"] < 1024.0 * 2**12
+    for name in ("loss/total", "tokens/packed", "divergence/num_tokens", "divergence/kl_mean"):
+        assert calm[name] == loud[name], name
+    assert loud["optim/grad_norm"] == pytest.approx(calm["optim/grad_norm"], rel=1e-2)
+    assert relative_rms(other, one) < 1e-2
+
+
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
