@@ -2,7 +2,7 @@
 
     python -m benchmarks.divergence_model OUT --device cuda --seconds 60
 
-Twelve layers of Qwen3.5's kind, 40 million parameters: a user gives the beginning of a passage, the
+Twelve layers of Qwen3.5's kind, 45 million parameters: a user gives the beginning of a passage, the
 assistant goes on. Random weights would not do: rounding is louder in them.
 """
 
