@@ -214,7 +214,7 @@ def _with_error(figures: tuple[float | None, float | None], sign: str = "") -> s
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
+        return f"{value:.0f}" if value.is_integer() else f"{value:.3g}"
     return "-" if value is None else str(value)
 
 

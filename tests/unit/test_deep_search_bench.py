@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,14 @@ from benchmarks.deep_search.plan import (
     train_settings,
     warm_up_settings,
 )
-from benchmarks.deep_search.report import Report, comparison, markdown, mean_and_error
+from benchmarks.deep_search.report import (
+    STEP_KEYS,
+    Report,
+    comparison,
+    markdown,
+    mean_and_error,
+    step_table,
+)
 from benchmarks.deep_search.serving import while_serving
 from benchmarks.deep_search.teacher import taught
 from examples.deep_search import agent as example
@@ -78,6 +86,12 @@ def test_episodes_of_a_question_count_as_one_and_are_compared_with_their_own_que
     lines = markdown(comparison(before, after)).splitlines()
     assert lines[3] == "| f1 | 0.417 +- 0.300 | 0.625 +- 0.125 | +0.500 +- 0.250 | 2 |"
     assert lines[4] == "| evidence searched | - | - | - | 0 |"
+
+
+def test_a_step_that_was_skipped_has_its_line_too() -> None:
+    step = dict.fromkeys(STEP_KEYS) | {"step": 2, "version": 3.0, "kl": 0.25, "grad_norm": math.nan}
+    line = step_table([step]).splitlines()[-1]
+    assert [cell for cell in line.split(" ") if cell not in "|-"] == ["2", "0.25", "3", "nan"]
 
 
 def test_a_run_that_was_cut_short_leaves_what_it_had(tmp_path: Path) -> None:
