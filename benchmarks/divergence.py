@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import itertools
 import json
 import platform
@@ -56,7 +55,6 @@ def main() -> None:
     """Play, compute again, print and write the figures."""
     args = _parse()
     folder = resolve_model(args.model)
-    _give(args.vllm if args.device == "cpu" else _GPU_ARGUMENTS | args.vllm)
     for dtype, head_dtype in itertools.product(args.dtype, args.head_dtype):
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
@@ -128,6 +126,7 @@ async def _play(
     args: argparse.Namespace, dtype: str, head_dtype: str, folder: Path, scratch: Path
 ) -> list[EpisodeRecord]:
     """Records of all episodes."""
+    arguments = args.vllm if args.device == "cpu" else _GPU_ARGUMENTS | args.vllm
     settings = rollout_for_model(
         args.model,
         {
@@ -143,7 +142,7 @@ async def _play(
                 "name": "vllm",
                 "max_tokens": 65_536,
                 "max_num_seqs": 16,
-                "vllm": {"gpu_memory_fraction": 0.05},
+                "vllm": {"gpu_memory_fraction": 0.05, "arguments": arguments},
             },
             "server": {"port": 0, "grace_s": 1.0},
             "limits": {"thread_budget": 3_072, "answer_reserve": 128},
@@ -168,17 +167,6 @@ async def _play(
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-
-
-def _give(arguments: dict[str, Any]) -> None:
-    """Hand vLLM engine arguments that the service has no setting for."""
-    module: Any = importlib.import_module("rollout_service.engine.vllm")
-    engine = module.VllmEngine
-
-    def start(*args: Any, vllm_arguments: dict[str, Any], **options: Any) -> Any:
-        return engine(*args, vllm_arguments=vllm_arguments | arguments, **options)
-
-    module.VllmEngine = start
 
 
 async def _episode(episode: Episode, index: int, material: Iterator[str]) -> None:
