@@ -127,7 +127,7 @@ class VllmOptions(Options):
     max_restarts: int = Field(default=5, ge=0, le=1000)
     """Times in restart_window_s that an engine process which ended is started again, with its
     versions; calls wait for it, and threads go on. Past it the service ends."""
-    restart_window_s: float = Field(default=600.0, gt=0)
+    restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds over which those restarts are counted."""
     arguments: dict[str, JsonValue] = {}
     """Further engine arguments of vLLM by its own names, as {attention_backend = "TRITON_ATTN"};

@@ -87,7 +87,9 @@ def train_step(
     """
     ranks = ranks or Ranks()
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
-    check_types(batch.episodes, dtype=policy.dtype, head_dtype=policy.head_dtype)
+    if config.needs_groups:
+        # Imitation compares no log-probabilities.
+        check_types(batch.episodes, dtype=policy.dtype, head_dtype=policy.head_dtype)
     begin = time.monotonic()
     shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
     stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)

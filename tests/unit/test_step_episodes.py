@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
 
 
-def _step(policy: Policy, *records: EpisodeRecord) -> None:
-    """Imitate `records`."""
-    config = TrainerConfig.model_validate({"model": {"path": "m"}, "objective": "sft"})
+def _step(policy: Policy, *records: EpisodeRecord, objective: str = "sft") -> None:
+    """Imitate `records`, or what `objective` says."""
+    config = TrainerConfig.model_validate({"model": {"path": "m"}, "objective": objective})
     optimizer = Optimizer(policy.trainable_parameters(), config.optim_options)
     groups = tuple(
         Group(group_id="", episodes=(Scored.of(record.episode_id, record),)) for record in records
@@ -61,12 +61,17 @@ def test_episodes_of_another_type_are_refused_with_both(
 ) -> None:
     policy = Policy.load(model, lora=LoraOptions(rank=2), dtype="bfloat16", head_dtype="model")
     right: dict[str, Any] = {"dtype": "bfloat16", "head_dtype": "bfloat16"}
+    records = replace(small_record("a"), **right), replace(small_record("b"), **(right | wrong))
     with pytest.raises(ConfigError, match=told):
-        _step(
-            policy,
-            replace(small_record("a"), **right),
-            replace(small_record("b"), **(right | wrong)),
-        )
+        _step(policy, *records, objective="dag_grpo")
+
+
+def test_another_type_does_not_matter_to_imitation(model: Path) -> None:
+    policy = Policy.load(model, lora=LoraOptions(rank=2))
+    before = [parameter.clone() for parameter in policy.trainable_parameters()]
+    _step(policy, replace(small_record("a"), dtype="float16", head_dtype="float16"))
+    after = policy.trainable_parameters()
+    assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ async def test_calls_end_with_a_retryable_error_and_no_process_remains(
         async with asyncio.timeout(SOON_S):
             with pytest.raises(Unavailable, match="the engine is not started again"):
                 await play.extend(root, 3)
-            with pytest.raises(Unavailable, match="0 restarts in 600 s"):
+            with pytest.raises(Unavailable, match="0 restarts in 3600 s"):
                 await bench.sessions.turn(bench.call(), [Message(role="tool", content="o")])
             await engine.release([root])
             record = await bench.close(error_kind="Unavailable", error_message="engine gone")
@@ -210,7 +210,7 @@ async def test_a_service_outlives_its_engine_and_ends_where_that_ends_again(
     finally:
         await stop(process, 0)
     text = log.read_text()
-    assert "the engine is not started again" in text and "1 restarts in 600 s" in text
+    assert "the engine is not started again" in text and "1 restarts in 3600 s" in text
     assert "its last lines:\n" in text
 
 

@@ -207,7 +207,12 @@ def _overrides(head_dtype: str, given: Any) -> dict[str, Any]:
         ConfigError: `given` is no table, or asks for another type of the logits.
     """
     if not isinstance(given or {}, Mapping):
-        raise ConfigError("hf_overrides is a table", value=repr(given), limit="names and values")
+        raise ConfigError(
+            "hf_overrides is a table",
+            value=repr(given),
+            limit="names and values",
+            remedy="give it as {name = value}",
+        )
     overrides = {"head_dtype": head_dtype} | dict(given or {})
     if overrides["head_dtype"] != head_dtype:
         raise ConfigError(

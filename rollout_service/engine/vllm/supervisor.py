@@ -29,7 +29,7 @@ class RestartPolicy:
 
     max_restarts: int = 5
     """Within `window_s`, and of starts that fail in a row; 0 starts none again."""
-    window_s: float = 600.0
+    window_s: float = 3600.0
     first_pause_s: float = 0.5
     """Before the first restart of a window; twice as long before each other one."""
     max_pause_s: float = 30.0
