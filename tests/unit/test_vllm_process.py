@@ -30,6 +30,17 @@ def _llm(core: BaseProcess) -> Any:
     return SimpleNamespace(engine_core=SimpleNamespace(resources=resources))
 
 
+def _closable(core: BaseProcess, done: list[str]) -> Any:
+    """The same, and what closing it calls, which is written to `done`."""
+    llm = _llm(core)
+    llm.output_handler = None
+    llm.dead_error = RuntimeError("dead")
+    llm.output_processor = SimpleNamespace(propagate_error=lambda error: done.append(str(error)))
+    llm.shutdown = lambda: done.append("shut down")
+    llm.engine_core.resources.ctx = SimpleNamespace(destroy=lambda _: done.append("destroyed"))
+    return llm
+
+
 @pytest.fixture
 async def core() -> AsyncIterator[BaseProcess]:
     """A process that only sleeps."""
@@ -56,6 +67,18 @@ async def test_calls_end_with_the_process_and_its_end_is_told(core: BaseProcess)
     assert isinstance(watched.failure(ValueError("any request")), Unavailable)
     with pytest.raises(Unavailable):
         await watched.answer(asyncio.Event().wait())
+
+
+async def test_calls_end_with_a_close(core: BaseProcess) -> None:
+    watched = EngineProcess(_closable(core, []))
+    waiting = asyncio.create_task(watched.answer(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await watched.close()
+        with pytest.raises(Unavailable, match="the engine process has ended"):
+            await waiting
+        with pytest.raises(Unavailable):
+            await watched.answer(asyncio.Event().wait())
 
 
 async def test_call_that_fails_because_the_process_ends_says_so(core: BaseProcess) -> None:
@@ -92,12 +115,8 @@ async def test_a_core_that_told_of_its_failure_and_does_not_end_is_killed(
 async def test_close_that_is_cancelled_goes_on_and_is_waited_for(core: BaseProcess) -> None:
     done: list[str] = []
     told = asyncio.Event()
-    llm = _llm(core)
+    llm = _closable(core, done)
     llm.output_handler = asyncio.create_task(told.wait())
-    llm.dead_error = RuntimeError("dead")
-    llm.output_processor = SimpleNamespace(propagate_error=lambda error: done.append(str(error)))
-    llm.shutdown = lambda: done.append("shut down")
-    llm.engine_core.resources.ctx = SimpleNamespace(destroy=lambda _: done.append("destroyed"))
     watched = EngineProcess(llm)
     core.kill()
     async with asyncio.timeout(10):

@@ -72,6 +72,8 @@ class EngineProcess:
         self._is_hung = False
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        # The same, or that it was closed.
+        self._is_over: asyncio.Future[None] = self._loop.create_future()
         self._dying: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._processes = list(llm.engine_core.resources.engine_manager.processes)
@@ -102,14 +104,14 @@ class EngineProcess:
         return self._end()
 
     async def answer(self, call: Awaitable[T]) -> T:
-        """The result of `call`, which would wait for ever where the process ends meanwhile.
+        """The result of `call`, which would wait for ever where the process ends or is closed.
 
         Raises:
             Unavailable: The process has ended, whatever vLLM's client says then.
         """
         task = asyncio.ensure_future(call)
         try:
-            await asyncio.wait([task, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, self._is_over], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise self._end()
             cause = task.exception()
@@ -149,7 +151,11 @@ class EngineProcess:
             # Nobody else would tell requests that still run.
             self._llm.output_processor.propagate_error(self._llm.dead_error)
         context = self._llm.engine_core.resources.ctx
-        await asyncio.to_thread(self._llm.shutdown)
+        try:
+            await asyncio.to_thread(self._llm.shutdown)
+        finally:
+            if not self._is_over.done():
+                self._is_over.set_result(None)
         # Its sockets are closed by a callback on this loop, which leaves their context open.
         await asyncio.sleep(0)
         await asyncio.to_thread(context.destroy, 0)
@@ -190,8 +196,9 @@ class EngineProcess:
 
     def _note_end(self) -> None:
         self._unwatch()
-        if not self._ended.done():
-            self._ended.set_result(None)
+        for told in (self._ended, self._is_over):
+            if not told.done():
+                told.set_result(None)
 
     def _unwatch(self) -> None:
         while self._sentinels:
