@@ -12,15 +12,17 @@ import torch
 from tests.packed import exact_arithmetic, load_policy, records_for, relative
 from tests.random_records import random_record
 from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.tiny_moe_models import MOE_FAMILIES, save_tiny_moe_model
 from trainer_service.dag import pack_episodes
 from trainer_service.policy import LoraOptions, Policy
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 def test_gpu_float32_equals_cpu_float64(tmp_path: Path, family: str) -> None:
-    model_path = save_tiny_model(tmp_path / "model", family)
+    save = save_tiny_moe_model if family in MOE_FAMILIES else save_tiny_model
+    model_path = save(tmp_path / "model", family)
     exact = load_policy(model_path, dtype="float64")
     exact.save_adapter(tmp_path / "lora")
     policy = Policy.load(
