@@ -26,7 +26,7 @@ def test_beside_experts_only_attention_and_delta_rules_are_served(
     every = AdapterReader(str(folder), digest, served_targets(has_experts=False))
     kinds = {name.rpartition(".")[2] for name in every.read(str(tmp_path), max_rank=8).modules}
     assert {"q_proj", "in_proj_qkv", "in_proj_z", "out_proj", "up_proj"} <= kinds
-    assert every.prepare() is every.prepare()
+    assert every.shapes() is every.shapes()
 
     beside = AdapterReader(str(folder), digest, served_targets(has_experts=True))
     with pytest.raises(AdapterError, match="beside experts; got down_proj, gate_proj, up_proj;"):

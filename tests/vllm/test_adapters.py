@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from harness_sdk.errors import AdapterError
 from rollout_service.cursors import Cursor
+from rollout_service.engine.vllm.rehearsal import rehearse
 from tests.engine_cases import Play, save_adapter, span
 from tests.reference import Reference
 from tests.vllm.conftest import MAX_ADAPTERS, Served, new_play
@@ -143,3 +144,30 @@ async def test_an_adapter_of_too_high_a_rank_is_refused(served: Served, tmp_path
     save_adapter(tmp_path, served.folder, served.family, rank=16)
     with pytest.raises(AdapterError, match="rank is higher"):
         await served.engine.load_adapter(2, str(tmp_path))
+
+
+async def test_a_rehearsal_loads_and_scores_and_leaves_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = served.engine._supervisor.newest
+    loaded, stats = dict(core.builder.adapters), served.engine.stats()
+    scored: list[int] = []
+    score = core.builder.score
+
+    async def counted(version: int, cursor: Cursor, score_from: int, *, keep: bool) -> object:
+        assert {version} == core.builder.adapters.keys() - loaded.keys()
+        scored.append(len(cursor.token_ids))
+        return await score(version, cursor, score_from, keep=keep)
+
+    monkeypatch.setattr(core.builder, "score", counted)
+    caplog.set_level("INFO", logger="rollout_service.engine.vllm.rehearsal")
+    await rehearse(core.adapters, core.builder, max_tokens=130)
+    assert caplog.records[0].message.startswith("a version was rehearsed")
+    assert scored == [33, 34, 129]
+    assert core.builder.adapters == loaded
+    after = served.engine.stats()
+    assert (after.resident_cursors, after.tokens_resident, after.recurrent_slots) == (
+        stats.resident_cursors,
+        stats.tokens_resident,
+        stats.recurrent_slots,
+    )

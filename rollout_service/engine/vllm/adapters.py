@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import torch
+from torch import nn
 
 from harness_sdk.errors import AdapterError
 from rollout_service.engine.vllm.builder import FootingBuilder
@@ -44,9 +45,9 @@ class Adapters:
         self._dtype = dtype
         self._lock = asyncio.Lock()
 
-    async def prepare(self) -> None:
-        """Do what the first version would wait for."""
-        await asyncio.to_thread(self._reader.prepare)
+    async def shapes(self) -> nn.Module:
+        """The base model without its weights, built once."""
+        return await asyncio.to_thread(self._reader.shapes)
 
     async def load(self, version: int, path: str) -> None:
         """Load a PEFT folder as `version`; see `Engine.load_adapter`."""

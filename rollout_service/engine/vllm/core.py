@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness_sdk.errors import Unavailable
-from rollout_service.cursors import child_cursor
 from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.engine_log import EngineLog
 from rollout_service.engine.vllm.model_facts import ModelFacts
 from rollout_service.engine.vllm.process import EngineProcess
+from rollout_service.engine.vllm.rehearsal import rehearse
 from rollout_service.engine.vllm.starting import (
     EngineOptions,
     StepUse,
@@ -23,8 +23,6 @@ from rollout_service.engine.vllm.starting import (
 )
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,20 +83,15 @@ async def start_core(
     try:
         builder = await builder_over(options, llm, process, on_step)
         served = adapters_over(options, facts, builder)
+        # On the CPU vLLM compiles for ten seconds at the first score: not at every start.
+        if options.device == "cuda" and options.max_adapters:
+            longest = min(facts.max_positions, builder.client.use.capacity)
+            await rehearse(served, builder, max_tokens=longest)
         for version, path in sorted(adapters.items()):
             await served.load(version, path)
-        if options.device == "cuda" and options.max_adapters:
-            await asyncio.gather(_warm_up(builder), served.prepare())
     except BaseException:
         await process.close()
         raise
     if before is not None:
         builder.succeed(before.builder)
     return Core(process=process, builder=builder, adapters=served, log=log)
-
-
-async def _warm_up(builder: FootingBuilder) -> None:
-    # vLLM compiles at the first score. That would be the probe of the first adapter, and every
-    # running decode would wait for it.
-    cursor = child_cursor(None, (0,) * _WARM_UP_TOKENS, mounts=(), policy_version=0)
-    await builder.score(0, cursor, 1, keep=False)

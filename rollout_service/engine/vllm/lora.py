@@ -130,8 +130,8 @@ class AdapterReader:
         self._targets = targets
         self._module: nn.Module | None = None
 
-    def prepare(self) -> nn.Module:
-        """The base model's shapes, of which the first folder waits for the model's code; blocks."""
+    def shapes(self) -> nn.Module:
+        """The base model without its weights, built once; blocks, for seconds at first."""
         if self._module is None:
             self._module = _shapes(self._model_path)
         return self._module
@@ -144,7 +144,7 @@ class AdapterReader:
                 that is not served, or with a tensor missing, unknown or wrongly shaped.
         """
         adapter = read_adapter(
-            path, self.prepare(), model_path=self._model_path, model_hash=self._model_hash
+            path, self.shapes(), model_path=self._model_path, model_hash=self._model_hash
         )
         outside = [name for name in adapter.modules if "layers." not in name]
         if outside:
