@@ -29,6 +29,12 @@ class Stepped:
     gradients: Mapping[str, torch.Tensor]
     """Before clipping, by name."""
     adapter: Mapping[str, torch.Tensor]
+    finite: tuple[bool, ...]
+    """Whether this rank's own gradients were, in each try, before others' were added."""
+    loss_scale: float
+    """After the step; 1.0 where nothing passes through float16."""
+    num_skipped: int
+    """Steps that changed nothing."""
     probe: tuple[float, ...]
     """Log-probabilities under the new adapter; at the leader alone."""
     num_weights: int
@@ -123,19 +129,27 @@ def _main(
         if ranks.leads:
             state = RunState.load(config, ranks)
             _randomise(state.policy)
-            follower.copy_leader(state.policy, state.optimizer, ranks)
-            kept = _lead(state, config, records, ranks)
-            policy = state.policy
+            policy, optimizer = state.policy, state.optimizer
+            follower.copy_leader(policy, optimizer, ranks)
+            _keep_finite(ranks, kept)
+            kept |= _lead(state, config, records, ranks)
         else:
             policy = load_policy(config, None, ranks)
             optimizer = follower.new_optimizer(policy, config)
             follower.copy_leader(policy, optimizer, ranks)
+            _keep_finite(ranks, kept)
             _keep_gradients(policy, optimizer, kept)
             _keep_most_weights(policy, kept)
             follower.follow_steps(policy, optimizer, config, ranks)
         adapter = {name: value.detach() for name, value in policy.adapter_tensors().items()}
         kept = {"loss": 0.0, "probe": (), **kept}
-        stepped = Stepped(**kept, adapter=adapter, num_weights=_num_weights(policy))
+        stepped = Stepped(
+            **kept,
+            adapter=adapter,
+            loss_scale=optimizer.loss_scale,
+            num_skipped=optimizer.num_skipped,
+            num_weights=_num_weights(policy),
+        )
         torch.save(stepped, folder / f"{rank}.pt")
         ranks.leave()
     except HarnessError as error:
@@ -170,6 +184,18 @@ def _randomise(policy: Any) -> None:
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def _keep_finite(ranks: Any, kept: dict[str, Any]) -> None:
+    sum_gradients = ranks.sum_gradients
+    kept["finite"] = ()
+
+    def keeping(parameters: list[torch.nn.Parameter]) -> None:
+        finite = all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+        kept["finite"] += (finite,)
+        sum_gradients(parameters)
+
+    ranks.sum_gradients = keeping
 
 
 def _keep_gradients(policy: Any, optimizer: Any, kept: dict[str, Any]) -> None:

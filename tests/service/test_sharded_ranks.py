@@ -1,8 +1,9 @@
-"""Base weights divided among two processes: every number is that of one process alone."""
+"""Steps of two processes, base weights divided among them: every number is that of one alone."""
 
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _records(count: int) -> list[EpisodeRecord]:
-    """Episodes of one group, each larger than the one before."""
+    """Episodes of one group, each of more events than the one before."""
     return [
         random_record(
             np.random.default_rng(index),
@@ -43,7 +44,11 @@ def _records(count: int) -> list[EpisodeRecord]:
 
 
 def _config(folder: Path, model: Path, sharding: str, **fields: Any) -> TrainerConfig:
-    own = {"path": model, "activation_checkpointing": fields.pop("checkpointing", False)}
+    own = {
+        "path": model,
+        "dtype": fields.pop("dtype", "float32"),
+        "activation_checkpointing": fields.pop("checkpointing", False),
+    }
     size = fields.pop("piece", None)
     return run_config(
         folder, model, sharding,
@@ -145,6 +150,42 @@ def test_a_rank_holds_whole_the_layer_alone_that_computes(
         # The layers are 8, and two whole ones are less than half of the weights divided.
         divided = alone.num_weights - stepped.num_weights
         assert stepped.num_weights < stepped.most_weights < stepped.num_weights + 0.5 * divided
+
+
+def _overflowing(record: EpisodeRecord, by: float) -> EpisodeRecord:
+    """Without reward, and as if sampled where each token was e^`by` times less likely."""
+    nodes = [
+        replace(node, sampled_logprobs=tuple(each - by for each in node.sampled_logprobs))
+        for node in record.nodes
+    ]
+    return replace(record, reward=0.0, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "loud", "by", "num_skipped"),
+    [("none", 0, 4.0, 0), ("fsdp", 1, 4.0, 0), ("none", 1, 20.0, 1), ("fsdp", 0, 20.0, 1)],
+)
+def test_ranks_agree_on_a_float16_step_where_one_alone_overflows(
+    tmp_path: Path, model: Path, sharding: str, loud: int, by: float, num_skipped: int
+) -> None:
+    records = _records(2)
+    records = [replace(record, reward=1.0) for record in records]
+    records[loud] = _overflowing(records[loud], by)
+    config = _config(tmp_path, model, sharding, dtype="float16")
+    config.folder.mkdir(parents=True)
+    ended = step_once(config, records, 2, tmp_path / "left")
+    assert [each.exit_code for each in ended] == [0, 0], ended
+    # The longer episode is the leader's.
+    leads = records[loud].num_tokens > records[1 - loud].num_tokens
+    one, other = (each.stepped for each in (ended if leads else ended[::-1]))
+    assert one is not None and other is not None
+    assert one.finite[0] is False and all(other.finite)
+    assert len(one.finite) == len(other.finite) > 1
+    assert one.finite[-1] is (num_skipped == 0)
+    assert one.num_skipped == other.num_skipped == num_skipped
+    assert one.loss_scale == other.loss_scale < 65536.0
+    for name, value in one.adapter.items():
+        assert torch.equal(other.adapter[name], value), name
 
 
 def test_a_rank_that_dies_in_a_pass_ends_the_other_which_names_it(
