@@ -176,14 +176,20 @@ class _Loop:
 
     def _advance(self, batch: Batch, *, skipped: bool) -> None:
         progress = self._run.progress
-        self._run.progress = replace(
+        progress = replace(
             progress,
-            version=progress.version + (not skipped),
             num_groups=progress.num_groups + len(batch.groups) * self._config.needs_groups,
-            probe_token_ids=probe_tokens(
-                batch.episodes[0].record, self._config.publish.probe_tokens
-            ),
         )
+        if not skipped:
+            # A version keeps the probe it was announced with: replicas answer with no other.
+            progress = replace(
+                progress,
+                version=progress.version + 1,
+                probe_token_ids=probe_tokens(
+                    batch.episodes[0].record, self._config.publish.probe_tokens
+                ),
+            )
+        self._run.progress = progress
 
     def _check_skipped(self) -> None:
         row, limit = self._run.optimizer.skipped_in_a_row, self._config.optim.max_skipped

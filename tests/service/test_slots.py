@@ -1,4 +1,4 @@
-"""Trainer and replica, real servers between them, while episodes hold every adapter slot."""
+"""Trainer and replica, real servers between them: adapter slots that episodes hold, restarts."""
 
 from __future__ import annotations
 
@@ -44,16 +44,21 @@ class _World:
     """Open episodes, each under a version of its own, oldest first."""
     num_groups: int = 0
 
-    async def step(self, *, sampled_by: int) -> None:
-        """Finish a group, which is a step's worth, and wait until it has been made."""
+    async def step(self, *, sampled_by: int, **fields: Any) -> None:
+        """Finish a group, which is a step's worth, and wait until it has been made.
+
+        Args:
+            sampled_by: Policy version of its tokens.
+            fields: Of its records, as `small_record` takes them.
+        """
         self.num_groups += 1
         for index in range(2):
             record = small_record(
                 f"{self.num_groups}-{index}", group_id=f"g{self.num_groups}",
-                reward=float(index), policy_version=sampled_by,
+                reward=float(index), policy_version=sampled_by, **fields,
             )  # fmt: skip
-            fields: dict[Any, Any] = {control.RECORD_FIELD: record_to_bytes(record)}
-            await self.link.client.xadd(control.episodes_key(RUN), fields)
+            entry: dict[Any, Any] = {control.RECORD_FIELD: record_to_bytes(record)}
+            await self.link.client.xadd(control.episodes_key(RUN), entry)
         while len(self.metrics()) < self.num_groups:
             await asyncio.sleep(0.02)
 
@@ -208,6 +213,23 @@ async def test_trainer_restarts_while_a_version_waits(world: _World) -> None:
         assert len(world.metrics()) == 6
     for episode in (world.holders[0], *world.holders[2:]):
         await episode.close(reward=0.0)
+
+
+async def test_trainer_restarts_after_a_skipped_step_with_the_probe_of_the_version(
+    world: _World,
+) -> None:
+    async with _training(world.config):
+        await world.step(sampled_by=0)
+        proved = await world.replica_until(lambda state: 1 in state.versions)
+        # Not finite: there is no new version, and these tokens are the probe of none.
+        await world.step(sampled_by=1, token_ids=(8, 7, 6, 5), logprob=-1e30)
+    async with _training(world.config):
+        await world.step(sampled_by=1)
+        state = await world.replica_until(lambda state: 2 in state.versions)
+    lines = world.metrics()
+    assert [line["policy/version"] for line in lines] == [1.0, 1.0, 2.0]
+    assert lines[-1]["publish/acknowledged"] == 1.0
+    assert len(state.probe_logprobs) == len(proved.probe_logprobs) == 3
 
 
 async def test_replica_that_dies_while_a_version_waits_holds_nothing_up(
