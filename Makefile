@@ -10,6 +10,7 @@ VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sess
 	layouts seams))
 
 LOWEST := build/lowest
+AUDITOR := build/audit
 
 .PHONY: help install demo test test-vllm test-lowest fuzz chaos soak coverage lint docs proto lock wheels bench containers audit clean
 
@@ -111,10 +112,12 @@ bench: $(TEST_STAMP) ## CPU benchmarks.
 containers: $(TEST_STAMP) ## Run every command of compose.yaml as a process in a network of its own.
 	$(BIN)/python -m pytest -m 'soak or not soak' tests/unit/test_compose.py tests/e2e/test_compose_processes.py
 
-# Strict: what cannot be looked up, for want of a registry that tells vulnerabilities, is a failure.
-audit: $(STAMP) ## Look installed packages up among known vulnerabilities.
-	$(BIN)/pip install --quiet pip-audit
-	$(BIN)/pip-audit --strict --skip-editable --progress-spinner off
+$(AUDITOR)/bin/pip-audit:
+	$(PYTHON) -m venv $(AUDITOR)
+	$(AUDITOR)/bin/pip install --quiet pip-audit
+
+audit: $(AUDITOR)/bin/pip-audit ## Look constraints.txt up among known vulnerabilities; AUDIT=--help tells where.
+	$(AUDITOR)/bin/python tests/audit.py --pip-audit $(AUDITOR)/bin/pip-audit $(AUDIT)
 
 clean: ## Remove the virtual environment and build outputs.
 	rm -rf $(VENV) build dist demo
