@@ -13,7 +13,7 @@ from harness_sdk import control
 from harness_sdk.cli.processes import free_port
 from harness_sdk.record import EpisodeRecord, record_to_bytes
 from tests.service.sdk_service import calls, scripted
-from tests.service.test_sdk_runner import octopus
+from tests.service.speaking import octopus
 from tests.tiny_models import tiny_model
 from tests.valkey import embedded_valkey
 
