@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from harness_sdk.errors import AdapterError
@@ -107,6 +108,17 @@ def test_config_that_cannot_be_served_is_refused(
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(AdapterError, match=message):
+        read(tmp_path, base)
+
+
+def test_tensors_of_integers_are_refused(
+    base: Any, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    saved(tmp_path, load(model_folder("llama")))
+    file = tmp_path / "adapter_model.safetensors"
+    name, tensor = next(iter((tensors := load_file(file)).items()))
+    save_file({**tensors, name: tensor.int()}, file)
+    with pytest.raises(AdapterError, match=f"{name} is of the wrong kind; got int32; allowed: f"):
         read(tmp_path, base)
 
 

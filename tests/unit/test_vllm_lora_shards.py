@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout_service.engine.transformers.adapters import tensor_checksum
-from rollout_service.engine.vllm.lora import LoraSpec, served_checksums
+from rollout_service.engine.vllm.lora import LoraSpec, served_checksums, served_tensors
 
 RANK, SLOT, NUM_RANKS = 2, 1, 4
 _QKV = "model.layers.0.self_attn.qkv_proj"
@@ -90,7 +90,7 @@ def read_back(ranks: list[dict[str, Any]], specs: Sequence[LoraSpec]) -> dict[st
         _MIXED: [_MIXED.replace("qkvz", part) for part in ("qkv", "z")],
     }
     manager = SimpleNamespace(lora_index_to_id=[None, 7], modules=ranks[0], packed_modules=packed)
-    return served_checksums(manager, 7, specs, gather)
+    return served_checksums(served_tensors(manager, 7, specs, gather))
 
 
 def buffers(modules: dict[str, tuple[Tensor, Tensor]], index: int) -> dict[str, Any]:

@@ -45,9 +45,9 @@ class LoraWeights:
     """One module's adapter: `y += scale * (x @ down.T) @ up.T`."""
 
     down: Tensor
-    """lora_A, `[R, in]` float32."""
+    """lora_A, `[R, in]`, of the file's dtype until it is placed."""
     up: Tensor
-    """lora_B, `[out, R]` float32."""
+    """lora_B, `[out, R]`, likewise."""
     scale: float
 
 
@@ -84,7 +84,9 @@ class AdapterSlots:
         """Serve `adapter` as `version` from the next forward pass on."""
         placed = {
             name: LoraWeights(
-                down=lora.down.to(self.device), up=lora.up.to(self.device), scale=lora.scale
+                down=lora.down.to(self.device, torch.float32),
+                up=lora.up.to(self.device, torch.float32),
+                scale=lora.scale,
             )
             for name, lora in adapter.modules.items()
         }
@@ -238,4 +240,10 @@ def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, int]) -> Tens
         raise AdapterError(
             f"adapter tensor {name} has the wrong shape", value=tuple(tensor.shape), limit=shape
         )
-    return tensor.to(torch.float32)
+    if not tensor.is_floating_point():
+        raise AdapterError(
+            f"adapter tensor {name} is of the wrong kind",
+            value=str(tensor.dtype).removeprefix("torch."),
+            limit="floating point",
+        )
+    return tensor

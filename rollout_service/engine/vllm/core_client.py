@@ -220,17 +220,19 @@ class CoreClient:
         """Free a version's buffers."""
         await self._process.answer(self._llm.remove_lora(version))
 
-    async def lora_checksums(
-        self, version: int, specs: Sequence[LoraSpec]
-    ) -> dict[str, tuple[str, str]]:
-        """Checksums of a version's serving buffers, lora_A and lora_B by module."""
-        # Every rank takes part, and each knows the whole.
-        served, *_ = await self._process.answer(
-            self._llm.collective_rpc(
-                "octopus_lora_checksums", args=(version, [list(spec) for spec in specs])
-            )
-        )
+    async def hash_lora(self, version: int, specs: Sequence[LoraSpec]) -> None:
+        """Begin to hash a version's serving buffers as they are now; steps go on meanwhile."""
+        await self._on_workers("octopus_hash_lora", version, [list(spec) for spec in specs])
+
+    async def lora_checksums(self, version: int) -> dict[str, tuple[str, str]]:
+        """What was hashed, lora_A and lora_B by module; steps wait for what is not hashed yet."""
+        served = await self._on_workers("octopus_lora_checksums", version)
         return {name: (down, up) for name, (down, up) in served.items()}
+
+    async def _on_workers(self, method: str, *args: Any) -> Any:
+        # Every rank takes part, and each knows the whole.
+        first, *_ = await self._process.answer(self._llm.collective_rpc(method, args=args))
+        return first
 
     def _constraint(self, structured: StructuredOutput) -> Any:
         return self._seams.StructuredOutputsParams(

@@ -7,7 +7,7 @@ file's where the buffer holds exactly that rounding of it, and the buffer's own 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ _TARGETS_BESIDE_EXPERTS = (
 )
 LoraSpec = tuple[str, int, int, int]
 """A module's name in the Hugging Face model, its rank, its input and its output size."""
+Served = dict[str, tuple[Tensor | str, Tensor | str]]
+"""lora_A and lora_B as they serve, by module; the reason in place of one that does not."""
 Gather = Callable[[Tensor], Sequence[Tensor]]
 """A tensor's counterparts on every rank that shares the model, in order."""
 
@@ -45,26 +47,10 @@ class LoadedAdapter:
 
     specs: Sequence[LoraSpec]
     """What the worker needs to find each tensor in its buffers."""
-    expected: Awaitable[Sequence[ExpectedTensor]]
-    """lora_A and lora_B of each module, in the order of `specs`."""
+    expected: asyncio.Future[list[ExpectedTensor]]
+    """lora_A and lora_B of each module, in the order of `specs`; others may wait for it too."""
     request: Any
     """vLLM's handle for requests."""
-
-    async def checksums(self, served: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-        """`tensor_checksum` of each tensor, keyed by its PEFT name.
-
-        Args:
-            served: For each module the checksums of its serving lora_A and lora_B buffers.
-        """
-        nothing = (_NOT_SERVED, _NOT_SERVED)
-        found = [checksum for spec in self.specs for checksum in served.get(spec[0], nothing)]
-        # Others may wait for it too.
-        expected = await asyncio.shield(self.expected)
-        # The file's where the buffer holds its rounding, else the buffer's.
-        return {
-            tensor.name: tensor.checksum if checksum == tensor.served else checksum
-            for tensor, checksum in zip(expected, found, strict=True)
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +84,7 @@ def expected_tensors(adapter: Adapter, dtype: torch.dtype) -> list[ExpectedTenso
     served = [tensor for lora in adapter.modules.values() for tensor in as_served(lora, dtype)]
     # What the buffers' dtype takes as it is needs no second hash.
     rounded = [
-        None if torch.equal(file, buffer.float()) else buffer
+        None if file is buffer or torch.equal(file.float(), buffer.float()) else buffer
         for file, buffer in zip(own.values(), served, strict=True)
     ]
     checksums = tensor_checksums(list(own.values()))
@@ -109,6 +95,27 @@ def expected_tensors(adapter: Adapter, dtype: torch.dtype) -> list[ExpectedTenso
         )
         for name, checksum, buffer in zip(own, checksums, rounded, strict=True)
     ]
+
+
+def told_checksums(
+    specs: Sequence[LoraSpec],
+    expected: Sequence[ExpectedTensor],
+    served: Mapping[str, tuple[str, str]],
+) -> dict[str, str]:
+    """`tensor_checksum` of each tensor as it serves, keyed by its PEFT name.
+
+    Args:
+        specs: Of each module.
+        expected: lora_A and lora_B of each module, in the order of `specs`.
+        served: For each module the checksums of its serving lora_A and lora_B buffers.
+    """
+    nothing = (_NOT_SERVED, _NOT_SERVED)
+    found = [checksum for spec in specs for checksum in served.get(spec[0], nothing)]
+    # The file's where the buffer holds its rounding, else the buffer's.
+    return {
+        tensor.name: tensor.checksum if checksum == tensor.served else checksum
+        for tensor, checksum in zip(expected, found, strict=True)
+    }
 
 
 def served_targets(*, has_experts: bool) -> tuple[str, ...] | None:
@@ -178,10 +185,8 @@ def as_served(lora: LoraWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return lora.down.to(dtype), up if lora.scale == 1 else up.clone().mul_(lora.scale)
 
 
-def served_checksums(
-    manager: Any, version: int, specs: Sequence[LoraSpec], gather: Gather
-) -> dict[str, tuple[str, str]]:
-    """Worker side: checksums of what lies in the buffers of `version`, by module.
+def served_tensors(manager: Any, version: int, specs: Sequence[LoraSpec], gather: Gather) -> Served:
+    """Worker side: copies of what lies in the buffers of `version`.
 
     Every rank calls it with the same arguments: a module's shards are put together again.
 
@@ -203,23 +208,31 @@ def served_checksums(
             if spec is None:
                 break
             found[spec[0]] = _part(slices, slot, spec, gather)
-    whole = [each for pair in found.values() for each in pair]
-    hashed = iter(tensor_checksums(_on_host([e for e in whole if isinstance(e, Tensor)])))
+    copies = iter(_on_host([each for pair in found.values() for each in pair]))
+    return {name: (next(copies), next(copies)) for name in found}
+
+
+def served_checksums(served: Served) -> dict[str, tuple[str, str]]:
+    """Worker side: `tensor_checksum` of each copy, by module; takes a while, and no device."""
+    whole = [each for pair in served.values() for each in pair]
+    hashed = iter(tensor_checksums([each for each in whole if isinstance(each, Tensor)]))
     checksums = [next(hashed) if isinstance(each, Tensor) else each for each in whole]
-    return dict(zip(found, zip(checksums[::2], checksums[1::2], strict=True), strict=True))
+    return dict(zip(served, zip(checksums[::2], checksums[1::2], strict=True), strict=True))
 
 
-def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _on_host(found: Sequence[Tensor | str]) -> list[Tensor | str]:
     """The tensors' bytes, brought in one go: one by one they would wait for the device each."""
-    on_host = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        for tensor in tensors
+    copies = [
+        torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda).copy_(
+            each, non_blocking=True
+        )
+        if isinstance(each, Tensor)
+        else each
+        for each in found
     ]
-    for copy, tensor in zip(on_host, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    if any(tensor.is_cuda for tensor in tensors):
+    if any(isinstance(each, Tensor) and each.is_cuda for each in found):
         torch.cuda.synchronize()
-    return on_host
+    return copies
 
 
 def _part(

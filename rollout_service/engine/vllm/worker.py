@@ -6,7 +6,8 @@ Runs where the model is; `worker_cls` names the class for the platform.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from rollout_service.engine.head import head_logits
 from rollout_service.engine.vllm.groups import is_recurrent
 from rollout_service.engine.vllm.launch import POOL_KEY, Pool
-from rollout_service.engine.vllm.lora import served_checksums
+from rollout_service.engine.vllm.lora import served_checksums, served_tensors
 from rollout_service.engine.vllm.rows import PackedRows
 from rollout_service.engine.vllm.runner import CursorRunner
 from rollout_service.engine.vllm.seams import (
@@ -54,14 +55,28 @@ class CursorWorker:
         self.model_runner.start_copier()
         return result
 
-    def octopus_lora_checksums(self, version: int, specs: list[Any]) -> dict[str, Any]:
-        """Checksums of the serving buffers of a version, by module."""
+    def octopus_hash_lora(self, version: int, specs: list[Any]) -> None:
+        """Copy the serving buffers of a version and hash them on a thread: steps go on."""
         require_attributes(self.model_runner, "lora_manager")
         manager = self.model_runner.lora_manager
         require_attributes(manager, "_adapter_manager")
         adapters = manager._adapter_manager
         require_attributes(adapters, "lora_index_to_id", "modules", "packed_modules")
-        return served_checksums(adapters, version, specs, self._gather)
+        served = served_tensors(adapters, version, specs, self._gather)
+        self._hashes[version] = self._hasher.submit(served_checksums, served)
+
+    def octopus_lora_checksums(self, version: int) -> dict[str, Any]:
+        """What was hashed, by module; waits for the rest of it."""
+        return self._hashes.pop(version).result()
+
+    @cached_property
+    def _hasher(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="octopus-lora")
+
+    @cached_property
+    def _hashes(self) -> dict[int, Future[dict[str, Any]]]:
+        """By version, until they are asked for."""
+        return {}
 
     @staticmethod
     def _gather(tensor: Any) -> Sequence[Any]:
