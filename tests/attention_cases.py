@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from tests.tree_cases import TreeCase, poisoned_empty, random_case, relative_rms, strip_order
+from tree_kernels.attention import groups
 from tree_kernels.attention.calls import Call, plan_calls
+from tree_kernels.layout import parts
 
 Tensors = dict[str, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -194,7 +198,7 @@ class HostLibrary:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `libraries.Library`."""
         d_out, query, key, value, out, logsumexp = rows
-        assert state >= len(query)
+        assert state + call.padding >= len(query)
         group = query.shape[1] // key.shape[1]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for own, keys in self._sequences(call):
@@ -227,32 +231,60 @@ class HostLibrary:
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
         if call.square:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            later = torch.ones_like(scores).triu(1 + len(key) - len(query)).bool()
+            scores = scores.masked_fill(later, -torch.inf)
         return scores
 
 
-def planned(case: AttentionCase, lone: bool, piece_rows: int | None = None) -> Attend:
+@contextmanager
+def padding() -> Iterator[None]:
+    """Long parts have padding to lengths of two binary digits; small ones of a leaf are fused."""
+    settings = {
+        "EXACT_FORWARD": True,
+        "PADDED": True,
+        "FUSED": True,
+        "_PADDED_BITS": 2,
+        "_MOST_SQUARE": 16,
+        "_MOST_ROWS": 40,
+    }
+    with ExitStack() as stack:
+        for name, value in settings.items():
+            stack.enter_context(patch.object(groups, name, value))
+        stack.enter_context(patch.object(parts, "KEY_STEP", 4))
+        stack.enter_context(patch.object(parts, "KEY_BITS", 2))
+        yield
+
+
+def planned(
+    case: AttentionCase, lone: bool, piece_rows: int | None = None, padded: bool = False
+) -> Attend:
     """The product's path for a GPU with libraries of the CPU; its kernels need the interpreter."""
     from tree_kernels.attention.device import run_plan
 
-    parts = case.tree.layout.parts(mounted=case.mounted)
     total = case.num_tokens
     width = case.query_heads * case.dim
-    plan = plan_calls(
-        parts,
-        total,
-        total,
-        torch.device("cpu"),
-        width=width,
-        lone_flops=4e3 if lone else math.inf,
-        piece_rows=piece_rows,
-    )
+    with padding() if padded else nullcontext():
+        plan = plan_calls(
+            case.tree.layout.parts(mounted=case.mounted),
+            total,
+            total,
+            torch.device("cpu"),
+            width=width,
+            lone_flops=4e3 if lone else math.inf,
+            piece_rows=piece_rows,
+        )
     libraries = (HostLibrary(), HostLibrary() if lone else None)
     return partial(run_plan, plan=plan, libraries=libraries, scale=0.3)
 
 
-GROUPINGS = {"batched": (False,), "lone": (True, 1)}
-"""Whether long parts are calls of their own, and then the shortest piece that backward cuts off."""
+GROUPINGS = {
+    "batched": (False,),
+    "lone": (True, 1),
+    "fused": (False, None, True),
+    "padded": (True, 1, True),
+}
+"""Whether long parts are calls of their own, the shortest piece that backward cuts off, and whether
+long parts have padding and small ones are fused."""
 
 INTERPRETED = {
     "one_row": CASES["one_row"],

@@ -25,7 +25,7 @@ from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import groups, tree_attention
 from tree_kernels.attention.libraries import CutCudnn, Efficient, Flash
 from tree_kernels.attention.self_test import batch_library, lone_library
-from tree_kernels.layout import PieceLayout, cut_pieces
+from tree_kernels.layout import PieceLayout, cut_pieces, parts
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +122,20 @@ def test_plans_of_exact_lengths_equal_the_dense_mask(
     monkeypatch.setattr(groups, "LONE_FLOPS", 1e6)
     monkeypatch.setattr(groups, "PIECE_ROWS", 32)
     assert too_wrong(wide(name, dim), torch.bfloat16) == {}
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", HEADS)
+@pytest.mark.parametrize("name", ["lengths", "nested_mounts", "random_500", "one_node_1000"])
+def test_padding_and_fused_sequences_equal_the_dense_mask(
+    name: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"EXACT_FORWARD": True, "PADDED": True, "FUSED": True, "_BITS": 4}
+    for setting, value in {**settings, "LONE_FLOPS": 1e7, "PIECE_ROWS": 32}.items():
+        monkeypatch.setattr(groups, setting, value)
+    monkeypatch.setattr(parts, "KEY_STEP", 32)
+    monkeypatch.setattr(parts, "KEY_BITS", 4)
+    assert too_wrong(wide(name, dim), dtype) == {}
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

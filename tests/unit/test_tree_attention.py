@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.attention_cases import (
     errors_of,
     inputs_of,
     outputs_and_gradients,
+    padding,
     visible,
 )
 from tests.interpreter import interpreted
@@ -181,29 +183,36 @@ def test_large_parts_are_lone_calls_on_views() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("piece_rows", [1, 8, 64])
-def test_backward_computes_each_visible_pair_once(name: str, piece_rows: int) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_lone_calls_compute_each_visible_pair_once(
+    name: str, piece_rows: int, padded: bool
+) -> None:
     case = CASES[name]
     total = case.num_tokens
-    plan = plan_calls(
-        case.tree.layout.parts(mounted=case.mounted),
-        total,
-        total,
-        torch.device("cpu"),
-        width=64,
-        lone_flops=0.0,
-        piece_rows=piece_rows,
-    )
-    times = torch.zeros(total, total, dtype=torch.int64)
-    for call in plan.backward_calls:
-        assert call.max_queries <= plan.calls[call.source].max_queries
-        times[call.query_rows, call.key_rows] += seen_by(call)
-    assert torch.equal(times, visible(case).long())
+    with padding() if padded else nullcontext():
+        plan = plan_calls(
+            case.tree.layout.parts(mounted=case.mounted),
+            total,
+            total,
+            torch.device("cpu"),
+            width=64,
+            lone_flops=0.0,
+            piece_rows=piece_rows,
+        )
+    for calls in (plan.calls, plan.backward_calls):
+        times = torch.zeros(total, total, dtype=torch.int64)
+        for call in calls:
+            assert padded or call.padding == 0
+            times[call.query_rows, call.key_rows] += seen_by(call)
+        assert torch.equal(times, visible(case).long())
 
 
 def seen_by(call: Call) -> torch.Tensor:
-    """Which pairs a call of one sequence computes."""
-    pairs = torch.ones(call.max_queries, call.max_keys, dtype=torch.int64)
-    return pairs.tril() if call.square else pairs
+    """Which pairs a call of one sequence computes, without its padding."""
+    rows, keys = call.max_queries, call.max_keys
+    pairs = torch.ones(rows, keys, dtype=torch.int64)
+    pairs = pairs.tril() if call.square else pairs
+    return pairs[: rows - call.padding, : keys - call.padding if call.square else keys]
 
 
 def test_pieces_are_nearly_all_pairs_and_of_few_lengths() -> None:

@@ -23,10 +23,13 @@ class Call:
     """One library call: sequences of query rows and the key rows that each of them sees."""
 
     square: bool
+    """The last keys are the queries' own rows, which see each other up to themselves."""
     lone: bool
     """One sequence, of many rows."""
     exact: bool
     """It has a length of the few that pieces have, and as many keys as pieces have."""
+    padding: int
+    """Rows behind `query_rows` that a lone call computes, and behind `key_rows` of a square."""
     source: int
     """The call of the forward pass that computes these pairs."""
     query_rows: torch.Tensor | slice
@@ -34,9 +37,9 @@ class Call:
     key_rows: torch.Tensor | slice
     """Rows of keys, sequence by sequence, M of them."""
     query_begins: torch.Tensor
-    """First of N of each sequence, then N, `[B+1]` int32."""
+    """First of N of each sequence, then N and the padding, `[B+1]` int32."""
     key_begins: torch.Tensor
-    """First of M of each sequence, then M, `[B+1]` int32."""
+    """First of M of each sequence, then M and a square's padding, `[B+1]` int32."""
     max_queries: int
     max_keys: int
 
@@ -99,7 +102,7 @@ def plan_calls(
             takes lone calls.
         piece_rows: The shortest piece that backward cuts off them, or None to cut nothing.
     """
-    groups = forward_groups(parts, width, lone_flops)
+    groups = forward_groups(parts, width, lone_flops, piece_rows)
     calls = _calls(groups, device)
     out_terms = _terms([group.queries for group in groups], num_queries, device)
     backward_calls, query_terms = calls, out_terms
@@ -117,7 +120,7 @@ def plan_calls(
 
 
 def _calls(groups: list[Group], device: torch.device) -> tuple[Call, ...]:
-    begins = [each for group in groups for each in (group.query_begins, group.key_begins)]
+    begins = [each for group in groups for each in _begins(group)]
     # One copy for all: each takes as long as a small kernel.
     table = torch.from_numpy(np.concatenate(begins).astype(np.int32))
     sequences = table.to(device, non_blocking=True).split([len(each) for each in begins])
@@ -126,6 +129,7 @@ def _calls(groups: list[Group], device: torch.device) -> tuple[Call, ...]:
             square=group.square,
             lone=group.lone,
             exact=group.exact,
+            padding=group.padding,
             source=group.source,
             query_rows=_rows(group.queries, device),
             key_rows=_rows(group.keys, device),
@@ -136,6 +140,13 @@ def _calls(groups: list[Group], device: torch.device) -> tuple[Call, ...]:
         )
         for place, group in enumerate(groups)
     )
+
+
+def _begins(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    queries, keys = group.query_begins, group.key_begins
+    queries[-1] += group.padding
+    keys[-1] += group.padding if group.square else 0
+    return queries, keys
 
 
 def _rows(intervals: np.ndarray, device: torch.device) -> torch.Tensor | slice:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from tree_kernels.layout import AttentionParts
 
 _MERGE_BLOCK = 4096
 """Elements of a row that one program merges."""
+_HUGE = 1e30
+"""A log-sum-exp beside which every score's exponential is 0."""
 
 
 def device_tree_attention(
@@ -74,13 +77,10 @@ class _DeviceAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        keys = _Keys(key, value)
         found = [
             _library(libraries, call).forward(
-                _take(query, call.query_rows),
-                _take(key, call.key_rows),
-                _take(value, call.key_rows),
-                call,
-                scale,
+                _take(query, call.query_rows, call.padding), *keys.of(call), call, scale
             )
             for call in plan.calls
         ]
@@ -97,16 +97,15 @@ class _DeviceAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         plan: CallPlan = ctx.plan
-        d_out = grads[0].contiguous()
+        d_out, keys = grads[0].contiguous(), _Keys(key, value)
         found = [
             _library(ctx.libraries, call).backward(
                 Rows(
-                    d_out=_take(d_out, call.query_rows),
-                    query=_take(query, call.query_rows),
-                    key=_take(key, call.key_rows),
-                    value=_take(value, call.key_rows),
-                    out=_take(out, call.query_rows),
-                    logsumexp=_take(logsumexp, call.query_rows),
+                    _take(d_out, call.query_rows, call.padding),
+                    _take(query, call.query_rows, call.padding),
+                    *keys.of(call),
+                    _take(out, call.query_rows, call.padding),
+                    _take_logsumexp(logsumexp, call),
                 ),
                 ctx.states[call.source],
                 call,
@@ -125,17 +124,53 @@ def _library(libraries: tuple[Library, Library | None], call: Call) -> Library:
     return lone if call.lone and lone is not None else batch
 
 
-def _take(tensor: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+class _Keys:
+    """Keys and values of calls."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._key, self._value = key, value
+
+    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        padding = call.padding if call.square else 0
+        if call.exact:
+            # PyTorch rounds a call's lengths only if no memory lies between its rows.
+            key, value = _take(self._interleaved, call.key_rows, padding).unbind(1)
+            return key, value
+        key, value = (_take(each, call.key_rows, padding) for each in (self._key, self._value))
+        return key, value
+
+    @cached_property
+    def _interleaved(self) -> torch.Tensor:
+        """`[S + T, 2, H, D]`."""
+        return torch.stack((self._key, self._value), 1)
+
+
+def _take(tensor: torch.Tensor, rows: torch.Tensor | slice, padding: int) -> torch.Tensor:
+    """The rows and, behind them, as many others: the next ones, or zeros behind the last."""
+    if not isinstance(rows, slice):
+        return _with_rows(tensor.index_select(0, rows), padding, 0.0)
+    found = tensor[rows.start : rows.stop + padding]
+    return _with_rows(found, rows.stop + padding - rows.start - len(found), 0.0)
+
+
+def _take_logsumexp(logsumexp: torch.Tensor, call: Call) -> torch.Tensor:
+    """Beside that of others all weights of padding vanish, and so do its gradients."""
+    return _with_rows(_take(logsumexp, call.query_rows, 0), call.padding, _HUGE)
+
+
+def _with_rows(tensor: torch.Tensor, count: int, fill: float) -> torch.Tensor:
+    if not count:
+        return tensor
+    return torch.cat((tensor, tensor.new_full((count, *tensor.shape[1:]), fill)))
 
 
 def _merge(
     found: Sequence[Forward], terms: Terms, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[T, HQ, D]` and log-sum-exp `[T, HQ]` of the calls' results."""
-    if terms.given_whole:
-        return found[0][:2]
     rows, heads, dim = query.shape
+    if terms.given_whole:
+        return found[0][0][:rows], found[0][1][:rows]
     out = torch.empty_like(query)
     logsumexp = query.new_empty(rows, heads, dtype=torch.float32)
     block_d = _power(dim)
@@ -159,7 +194,7 @@ def _merge(
 def _sum(found: Sequence[torch.Tensor], terms: Terms, like: torch.Tensor) -> torch.Tensor:
     """Gradient of `like`, `[T, H, D]`, of the calls' shares."""
     if terms.given_whole:
-        return found[0]
+        return found[0][: len(like)]
     total = torch.empty_like(like)
     width = like.shape[1] * like.shape[2]
     block = min(_power(width), _MERGE_BLOCK)

@@ -35,6 +35,22 @@ _WORTH_CUTTING = 12
 some small kernels."""
 _REST = 16
 """What is left of an interval after cuts is less than this fraction of it, or a shortest piece."""
+_BITS = 2
+"""Lengths of pieces are numbers of this many binary digits, then zeros."""
+EXACT_FORWARD = False
+"""Forward, too, has plans of exact lengths, for squares and for rectangles of a piece's keys."""
+_ROUNDED_RATIO = 1
+"""Times `LONE_FLOPS` from which a part without such a plan is a call of its own, if forward has
+them."""
+PADDED = False
+"""Backward computes rows behind a long part's own instead of cutting its rows to pieces."""
+_PADDED_BITS = 8
+"""Lengths with padding are numbers of this many binary digits, then zeros, and multiples of an
+eighth of the shortest piece."""
+FUSED = False
+"""Small squares and small rectangles of the same rows are one sequence."""
+_MOST_SQUARE = 1 << 16
+"""Rows of the longest square with padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,10 +58,13 @@ class Group:
     """The sequences of one call, n of them: rows of queries, and k intervals of keys in all."""
 
     square: bool
+    """Its last keys are its own rows, which see each other up to themselves, others fully."""
     lone: bool
     """One sequence, of many rows."""
     exact: bool = False
     """It has a length of the few that pieces have, and as many keys as pieces have."""
+    padding: int = 0
+    """Rows behind its own that a lone call computes, and a square's keys; nobody reads them."""
     source: int
     """Which of the forward pass's groups computes these pairs."""
     queries: np.ndarray
@@ -87,19 +106,28 @@ def by_cell(intervals: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.n
     return members[order], cells[order]
 
 
-def forward_groups(parts: AttentionParts, width: int, lone_flops: float) -> list[Group]:
+def forward_groups(
+    parts: AttentionParts, width: int, lone_flops: float, piece_rows: int | None = None
+) -> list[Group]:
     """The calls of the forward pass.
 
     Args:
         parts: What is computed.
         width: Query heads times their size.
         lone_flops: Forward FLOPs from which a part is a call of its own.
+        piece_rows: The shortest piece that backward cuts off them, or None to cut nothing.
     """
     square, queries, keys, owners = _sequences(parts, width, lone_flops)
-    lengths = _lengths(keys)
-    rows, seen = _lengths(queries), np.bincount(owners, lengths, len(queries)).astype(np.int64)
+    rows, seen = _lengths(queries), _seen(keys, owners, len(queries))
     flops = _flops(square, rows, seen, width)
     alone = flops >= lone_flops
+    if piece_rows is not None and EXACT_FORWARD:
+        exact = square | np.array([_is_exact(length, piece_rows) for length in seen.tolist()])
+        alone &= exact | (flops >= _ROUNDED_RATIO * lone_flops)
+    if FUSED:
+        kept, keys, owners = _fused(square, queries, keys, owners, alone)
+        square, queries, rows = square[kept], queries[kept], rows[kept]
+        flops, alone, seen = flops[kept], alone[kept], _seen(keys, owners, len(queries))
     # The longest first: while the GPU computes them, the host prepares the others.
     found = [np.array([one]) for one in sorted(np.flatnonzero(alone), key=lambda n: -flops[n])]
     num_lone = len(found)
@@ -108,7 +136,7 @@ def forward_groups(parts: AttentionParts, width: int, lone_flops: float) -> list
     for sizes in np.unique(classes[rest], axis=0):
         found.append(rest[(classes[rest] == sizes).all(axis=1)])
     key_counts = np.bincount(owners, minlength=len(queries))
-    return [
+    groups = [
         Group(
             square=bool(square[members[0]]),
             lone=place < num_lone,
@@ -119,6 +147,9 @@ def forward_groups(parts: AttentionParts, width: int, lone_flops: float) -> list
         )
         for place, members in enumerate(found)
     ]
+    if piece_rows is None or not EXACT_FORWARD:
+        return groups
+    return [_exact(group, piece_rows) if group.lone else group for group in groups]
 
 
 def backward_groups(groups: list[Group], piece_rows: int) -> list[Group]:
@@ -159,12 +190,36 @@ def _sequences(
     return is_square, all_queries, np.concatenate(keys), np.concatenate(owners)
 
 
+def _fused(
+    square: np.ndarray, queries: np.ndarray, keys: np.ndarray, owners: np.ndarray, alone: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Small squares and the small rectangles of the same rows as one sequence each.
+
+    Returns:
+        Which sequences are left, all intervals of keys, and the sequence of each.
+    """
+    small_squares = np.flatnonzero(square & ~alone)
+    of_rows = {tuple(queries[n].tolist()): n for n in small_squares.tolist()}
+    target = np.array(
+        [n if alone[n] else of_rows.get(tuple(queries[n].tolist()), n) for n in range(len(queries))]
+    )
+    kept = np.unique(target)
+    owners, is_own = np.searchsorted(kept, target[owners]), square[owners]
+    # The last keys of a causal sequence are its own rows.
+    order = np.lexsort((is_own, owners))
+    return kept, keys[order], owners[order]
+
+
+def _seen(keys: np.ndarray, owners: np.ndarray, num_sequences: int) -> np.ndarray:
+    return np.bincount(owners, _lengths(keys), num_sequences).astype(np.int64)
+
+
 def _lengths(intervals: np.ndarray) -> np.ndarray:
     return intervals[:, 1] - intervals[:, 0]
 
 
 def _flops(square: np.ndarray, rows: np.ndarray, keys: np.ndarray, width: int) -> np.ndarray:
-    return 4.0 * width * rows * keys * np.where(square, 0.5, 1.0)
+    return 4.0 * width * (rows * keys - np.where(square, 0.5, 0.0) * rows**2)
 
 
 def _size_class(lengths: np.ndarray) -> np.ndarray:
@@ -172,10 +227,26 @@ def _size_class(lengths: np.ndarray) -> np.ndarray:
     return np.ceil(np.log(excess) / np.log(_CLASS_RATIO) - 1e-9).astype(np.int64)
 
 
+def _exact(group: Group, least: int) -> Group:
+    """The group with padding to an exact length, if it is a square or has a piece's keys."""
+    (rows,) = _lengths(group.queries).tolist()
+    if group.square or _is_exact(int(group.key_begins[-1]), least):
+        return replace(group, exact=True, padding=_padding(rows, least))
+    return group
+
+
+def _padding(length: int, least: int) -> int:
+    return -length % max(least // 8, 1, 1 << max(length.bit_length() - _PADDED_BITS, 0))
+
+
 def _pieces(group: Group, least: int) -> Iterator[Group]:
     """What backward computes of a call: of a long lone one, pieces."""
     if not group.lone:
         yield group
+        return
+    group = replace(group, exact=False, padding=0)
+    if PADDED:
+        yield from _padded_pieces(group, least)
         return
     begin, end = group.queries[0].tolist()
     num_keys = int(group.key_begins[-1])
@@ -187,6 +258,41 @@ def _pieces(group: Group, least: int) -> Iterator[Group]:
         yield group
     else:
         yield from _cut(group, begin, end, num_keys, least)
+
+
+def _padded_pieces(group: Group, least: int) -> Iterator[Group]:
+    begin, end = group.queries[0].tolist()
+    num_keys = int(group.key_begins[-1])
+    if group.square:
+        for first in range(0, num_keys, _MOST_SQUARE):
+            last = min(first + _MOST_SQUARE, num_keys)
+            rows = (begin + first, begin + last)
+            yield _exact(_piece(group, rows, (first, last), least, square=True), least)
+            for below in _even_rows(begin + last, end, least):
+                yield _exact(_piece(group, below, (first, last), least, square=False), least)
+    elif (end - begin) * num_keys < _WORTH_CUTTING * least**2:
+        yield _exact(group, least)
+    else:
+        for keys in _intervals(0, num_keys, least, _MOST_KEYS):
+            if _is_exact(keys[1] - keys[0], least):
+                for rows in _even_rows(begin, end, least):
+                    yield _exact(_piece(group, rows, keys, least, square=False), least)
+            else:
+                yield _piece(group, (begin, end), keys, least, square=False)
+
+
+def _even_rows(begin: int, end: int, least: int) -> Iterator[tuple[int, int]]:
+    """Rows in pieces of the longest and two of about one length."""
+    while end - begin > 2 * _MOST_ROWS:
+        yield begin, begin + _MOST_ROWS
+        begin += _MOST_ROWS
+    if end - begin > _MOST_ROWS:
+        half = (end - begin) // 2
+        half += _padding(half, least)
+        yield begin, begin + half
+        begin += half
+    if begin < end:
+        yield begin, end
 
 
 def _cut(group: Group, begin: int, end: int, num_keys: int, least: int) -> Iterator[Group]:
@@ -240,6 +346,6 @@ def _is_exact(length: int, least: int) -> bool:
 
 
 def _largest(length: int) -> int:
-    """The largest 2^n or 1.5 x 2^n that is at most `length`."""
-    power = 1 << (length.bit_length() - 1)
-    return power + power // 2 if power + power // 2 <= length else power
+    """The largest length of `_BITS` binary digits, then zeros, that is at most `length`."""
+    zeros = max(length.bit_length() - _BITS, 0)
+    return length >> zeros << zeros

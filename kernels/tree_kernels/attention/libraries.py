@@ -1,17 +1,20 @@
 """Dense attention of PyTorch's CUDA libraries: forward with log-sum-exp, backward that takes it.
 
 Every library takes the sequences of one `Call`: query `[N, HQ, D]`, key and value `[M, H, D]`, all
-contiguous. Forward gives the output `[N, HQ, D]` and the log-sum-exp `[N, HQ]` float32; backward
-takes both, of all keys that a row sees, and gives the call's share of the three gradients.
+contiguous, but key and value of exact calls interleaved in memory. Forward gives the output
+`[N, HQ, D]` and the log-sum-exp `[N, HQ]` float32; backward takes both, of all keys that a row
+sees, and gives the call's share of the three gradients.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tree_kernels.attention import groups
 from tree_kernels.attention.calls import Call
 
 Forward = tuple[torch.Tensor, torch.Tensor, Any]
@@ -98,15 +101,11 @@ class Cudnn:
 
 
 class CutCudnn(Cudnn):
-    """cuDNN whose backward has plans of exact lengths: faster, but each is compiled once."""
+    """cuDNN whose exact calls have plans of exact lengths: faster, but each is compiled once."""
 
     def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
-        if call.exact:
-            # PyTorch rounds a call's lengths only if no memory lies between its rows.
-            key, value = torch.stack((rows.key, rows.value), 1).unbind(1)
-            rows, state = rows._replace(key=key, value=value), (False, *state[1:])
-        return super().backward(rows, state, call, scale)
+        return super().backward(rows, (_is_rounded(call), *state[1:]), call, scale)
 
 
 class Flash:
@@ -165,7 +164,7 @@ class Efficient:
             call.max_queries,
             call.max_keys,
             0.0,
-            int(call.square),
+            _mask_type(call),
             True,
             scale=scale,
         )
@@ -195,7 +194,7 @@ class Efficient:
             padded,
             0.0,
             *state,
-            int(call.square),
+            _mask_type(call),
             False,
             scale=scale,
         )
@@ -203,9 +202,19 @@ class Efficient:
         return d_query[0], d_key, d_value
 
 
+def _mask_type(call: Call) -> int:
+    """Of the memory-efficient kernels: none, causal from the top left, from the bottom right."""
+    return (2 if groups.FUSED else 1) if call.square else 0
+
+
 def _bound(call: Call) -> int:
     """The longest sequence or 2: for 1, FlashAttention rearranges heads as for decoding."""
     return max(call.max_queries, 2)
+
+
+def _is_rounded(call: Call) -> bool:
+    """PyTorch rounds a call's lengths only if no memory lies between its rows."""
+    return not call.exact and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 Interval = tuple[int, int]
 
+KEY_BITS = 64
+"""Such a rectangle has as many keys as a number of this many binary digits, then zeros."""
+KEY_STEP = 1
+"""Rectangles of rows that branch off a chain end at multiples of this many of its keys; the keys
+from there to the branch are a rectangle of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionParts:
@@ -119,12 +125,15 @@ def _staircase(
 
     Rows `[bounds[j + 1], bounds[j])` see the chain's keys `[begin, node_ends[j])`. Halved by rows
     again and again, the staircase becomes few large rectangles: a row that is one of n is in at
-    most log2(n) + 1 of them, however long the chain is.
+    most log2(n) + 1 of them, however long the chain is, and in the keys before its branch.
     """
     steps = np.flatnonzero(bounds[:-1] > bounds[1:])
-    ends, uppers = node_ends[steps], bounds[steps]
-    lowers = bounds[steps + 1]
-    found = []
+    uppers, lowers = bounds[steps], bounds[steps + 1]
+    ends = node_ends[steps] - (node_ends[steps] - begin) % KEY_STEP
+    rests = zip(
+        lowers.tolist(), uppers.tolist(), ends.tolist(), node_ends[steps].tolist(), strict=True
+    )
+    found = [((lower, upper), (end, stop)) for lower, upper, end, stop in rests]
     open_steps = [(0, len(steps), begin)]
     while open_steps:
         first, stop, key_begin = open_steps.pop()
@@ -134,9 +143,12 @@ def _staircase(
         half = (lowers[stop - 1] + uppers[first]) // 2
         middle = first + int(np.searchsorted(-uppers[first:stop], -half, side="left")) - 1
         middle = min(max(middle, first), stop - 1)
-        key_end = int(ends[middle])
+        length = int(ends[middle]) - key_begin
+        zeros = max(length.bit_length() - KEY_BITS, 0)
+        key_end = key_begin + (length >> zeros << zeros)
         found.append(((int(lowers[stop - 1]), int(uppers[middle])), (key_begin, key_end)))
-        open_steps += [(first, middle, key_begin), (middle + 1, stop, key_end)]
+        done = key_end == ends[middle]
+        open_steps += [(first, middle, key_begin), (middle + done, stop, key_end)]
     return found
 
 
