@@ -25,7 +25,7 @@ class Closing:
     Args:
         service: What they share.
         sink: Where records go; None keeps none.
-        on_closing: Told each episode that ends, before it gives back what it holds.
+        on_closing: Called for each episode that ends, before it gives back what it holds.
         on_closed: Told each episode that is closed, its record written.
     """
 
@@ -33,7 +33,7 @@ class Closing:
         self,
         service: Service,
         sink: RecordSink | None,
-        on_closing: Callable[[Episode], None],
+        on_closing: Callable[[], None],
         on_closed: Callable[[Episode], None],
     ) -> None:
         self._service = service
@@ -80,11 +80,12 @@ class Closing:
         end_threads(episode, reason)
         record = build_record(episode, reason, **outcome)
         try:
-            self._on_closing(episode)
+            self._on_closing()
             await self._service.engine.release([node.cursor for node in episode.nodes])
         except HarnessError as error:
             # An engine that has ended holds nothing, and the episode is data all the same.
             logger.error("episode %s gave nothing back: %s", episode.episode_id, error)
+        episode.gave_back = True
         entry_id = ""
         if self._sink is not None:
             with spanning("octopus.write", within=episode.span, tokens=record.num_tokens):

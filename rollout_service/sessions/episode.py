@@ -89,6 +89,8 @@ class Episode:
         """Number of the call whose client keeps the episode open."""
         self.closing: StopReason | None = None
         """Set once no further call is accepted."""
+        self.gave_back = False
+        """Whether the pool holds nothing of it any more; its record may wait for Redis still."""
         self.failure: HarnessError | None = None
         """What every call is told once the engine has ended."""
         self.closed = asyncio.Event()

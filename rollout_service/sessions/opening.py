@@ -11,7 +11,7 @@ from harness_sdk.tracing import begin, spanning
 from harness_sdk.types import Limits
 from rollout_service.sessions.admission import Admission, OnQueued
 from rollout_service.sessions.episode import Episode, Service
-from rollout_service.sessions.forecast import Forecast
+from rollout_service.sessions.forecast import Footprint, Forecast
 from rollout_service.sessions.guardrails import Guardrails
 from rollout_service.sessions.options import OpenRequest, check_request, resolve_limits
 from rollout_service.sessions.replies import Opened
@@ -46,7 +46,7 @@ class Opening:
         self._admission = Admission(
             kv_use=lambda: self._engine.stats().kv_use,
             peak_use=self._peak_use,
-            num_open=lambda: len(self._episodes),
+            num_open=lambda: sum(not each.gave_back for each in episodes.values()),
             is_serving=lambda: self.is_final or self._engine.stats().is_serving,
             max_kv_use=self._options.admission_kv_use,
             poll_s=self._options.admission_poll_s,
@@ -57,14 +57,9 @@ class Opening:
         """Episodes in the queue."""
         return self._admission.num_waiting
 
-    def ending(self, episode: Episode) -> None:
+    def ending(self) -> None:
         """Learn from the pool while it still holds what an episode that closes took."""
-        holding = [
-            each.footprint()
-            for each in self._episodes.values()
-            if each is episode or each.closing is None
-        ]
-        self._forecast.ending(self._engine.stats(), holding)
+        self._forecast.ending(self._engine.stats(), self._footprints())
 
     def ended(self, episode: Episode) -> None:
         """Learn from an episode that has closed how much room one takes."""
@@ -112,8 +107,11 @@ class Opening:
         return self._hold(episode)
 
     def _peak_use(self) -> float:
-        footprints = [episode.footprint() for episode in self._episodes.values()]
-        return self._forecast.peak_use(self._engine.stats(), footprints)
+        return self._forecast.peak_use(self._engine.stats(), self._footprints())
+
+    def _footprints(self) -> list[Footprint]:
+        """Of the episodes that the pool holds, those that are about to give back among them."""
+        return [each.footprint() for each in self._episodes.values() if not each.gave_back]
 
     async def _repeated_opening(self, episode_id: str, request: OpenRequest) -> Episode | None:
         """The episode that the first call with its key opened; waits while that one waits."""

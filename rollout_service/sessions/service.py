@@ -342,8 +342,8 @@ class Sessions:
         episode = self.episode(call.episode_id, call.owner)
         return await episode.run(call, action, lambda thread: operation(episode, thread, *args))
 
-    def _ending(self, episode: Episode) -> None:
-        self._opening.ending(episode)
+    def _ending(self) -> None:
+        self._opening.ending()
 
     def _forget(self, episode: Episode) -> None:
         del self._episodes[episode.episode_id]

@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 
 from harness_sdk.errors import Unavailable
+from harness_sdk.record import EpisodeRecord
+from rollout_service.cursors import Cursor
 from rollout_service.engine.base import EngineStats
 from rollout_service.engine.dry import DRY_INFO
 from rollout_service.sessions import OpenRequest
@@ -324,3 +326,69 @@ async def test_a_burst_of_openings_waits_for_what_the_first_will_take() -> None:
     for task in tasks[5:]:
         with pytest.raises(Unavailable):
             await task
+
+
+class SlowEngine(ScriptedEngine):
+    """Gives back what is released a moment later, as another process does."""
+
+    async def release(self, cursors: Sequence[Cursor]) -> None:
+        await asyncio.sleep(0.001)
+        await super().release(cursors)
+
+
+def slow_bench() -> Bench:
+    """Of a small pool, all of which episodes may take."""
+    engine = SlowEngine(max_tokens=4_000)
+    limits = {"thread_budget": 200, "answer_reserve": 10, "max_threads": 0}
+    return Bench(engine, chat=None, admission_kv_use=1.0, admission_poll_s=0.001, **limits)
+
+
+async def closed_together(bench: Bench, names: str) -> float:
+    """Open and close episodes of one turn; returns what each took of the pool."""
+    for bench.episode_id in names:
+        await bench.open()
+        await bench.say()
+    size = bench.engine.stats().tokens_resident / len(names)
+    await asyncio.gather(*(bench.sessions.close(name) for name in names))
+    return size
+
+
+async def num_admitted(bench: Bench) -> int:
+    """Of a burst that is far larger than the pool."""
+    burst = [
+        asyncio.create_task(bench.sessions.open(OpenRequest(episode_id=f"burst-{number}")))
+        for number in range(500)
+    ]
+    await asyncio.sleep(0.3)
+    count = sum(task.done() for task in burst)
+    await bench.sessions.shutdown()
+    await asyncio.gather(*burst, return_exceptions=True)
+    return count
+
+
+async def test_episodes_that_close_together_are_learned_from_as_others() -> None:
+    bench = slow_bench()
+    size = await closed_together(bench, "abcd")
+    assert await num_admitted(bench) == int(4_000 / size)
+
+
+async def test_closed_episodes_whose_records_wait_are_not_taken_for_residents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = slow_bench()
+    size = await closed_together(bench, "abcd")
+    is_back = asyncio.Event()
+
+    async def write(record: EpisodeRecord) -> str:
+        await is_back.wait()
+        return record.episode_id
+
+    monkeypatch.setattr(bench.sink, "write", write)
+    closing = asyncio.create_task(closed_together(bench, "efgh"))
+    await asyncio.sleep(0.1)
+    assert bench.engine.stats().tokens_resident == 0 and not closing.done()
+    admitting = asyncio.create_task(num_admitted(bench))
+    await asyncio.sleep(0.4)
+    is_back.set()
+    assert await admitting == int(4_000 / size)
+    await closing
