@@ -10,7 +10,7 @@ from harness_sdk.json_values import is_array, is_object
 MASK = "**********"
 """Stands for a secret in everything that is shown."""
 
-SECRET_KEY = re.compile(r"(^|\.)(auth_)?(token|secret|password)$")
+SECRET_KEY = re.compile(r"(^|\.)(auth_|hf_)?(token|secret|password)$")
 """Names of settings that hold one."""
 
 # To the last @: a password that should have been quoted may hold one, or a slash.

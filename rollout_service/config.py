@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.masking import masked
 from rollout_service.engine.vllm.release import require_vllm
 
 ADDRESS_FILE = "address"
@@ -47,12 +48,17 @@ _OWN_ARGUMENTS = frozenset(
         "additional_config",
         "async_scheduling",
         "disable_log_stats",
+        "distributed_executor_backend",
         "enable_lora",
         "enable_log_requests",
         "enable_prefix_caching",
+        "hf_token",
         "logprobs_mode",
         "lora_target_modules",
         "max_logprobs",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "runner",
         "scheduler_cls",
         "scheduling_policy",
         "seed",
@@ -60,7 +66,8 @@ _OWN_ARGUMENTS = frozenset(
         "worker_cls",
     }
 )
-"""Arguments of vLLM that cursors, versions and log-probabilities stand on."""
+"""Arguments of vLLM that cursors, versions, log-probabilities and the order of calls stand on, and
+a secret that a model folder needs no more than the log."""
 
 
 class Options(BaseModel):
@@ -146,7 +153,7 @@ class VllmOptions(Options):
             if name in _OWN_ARGUMENTS:
                 raise ConfigError(
                     f"engine.vllm.arguments.{name} is the service's to decide",
-                    value=repr(value),
+                    value=repr(masked({name: value})[name]),
                     remedy=f"leave {name} out",
                 )
             # A dotted flag gives text.

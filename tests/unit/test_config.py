@@ -54,7 +54,10 @@ def test_defaults_are_those_of_the_design() -> None:
         (("--engine.vllm.gpu-memory-fraction", "1.5"), "engine.vllm.gpu_memory_fraction is not"),
         (("--engine.vllm.max-lora-rank", "1024"), "engine.vllm.max_lora_rank is not valid"),
         (("--engine.vllm.max-loras", "2"), "unknown configuration key engine.vllm.max_loras"),
-        (("--engine.vllm.arguments", "{seed = 1}"), "engine.vllm.arguments.seed is the service's"),
+        *(
+            (("--engine.vllm.arguments", f"{{{name} = 1}}"), f"engine.vllm.arguments.{name} is the")
+            for name in ("seed", "max_num_queued_reqs", "distributed_executor_backend", "runner")
+        ),
         (
             ("--engine.vllm.arguments.cpu-offload-gb", "4"),
             "engine.vllm.arguments.cpu_offload_gb is text",
@@ -77,6 +80,12 @@ def test_unsupported_setting_is_refused(flags: tuple[str, ...], message: str) ->
         _load(*flags)
     assert caught.value.message == message or caught.value.message.startswith(message)
     assert caught.value.remedy
+
+
+def test_a_token_among_the_arguments_of_vllm_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="hf_token is the service's to decide") as caught:
+        _load("--engine.vllm.arguments", "{hf_token = 'hunter2'}")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_arguments_of_vllm_pass_through_a_file(tmp_path: Path) -> None:

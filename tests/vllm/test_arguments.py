@@ -23,12 +23,23 @@ pytestmark = pytest.mark.slow
         ({"enable_prefix_caching": True}, "got enable_prefix_caching, mamba_cache_mode; allowed"),
         ({"pipeline_parallel_size": 2}, "got pipeline_parallel_size; allowed: none"),
         ({"data_parallel_size": 2}, "got data_parallel_size; allowed: none"),
+        # Two ranks for each key and value head, which both are to keep every second row.
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "got decode_context_parallel_size; allowed: none",
+        ),
+        ({"kv_offloading_size": 1.0}, "got kv_transfer_config; allowed: none"),
         (
             {"tensor_parallel_size": 3},
-            r"refuses the engine's arguments: .*must be divisible by .*size .3.\.$",
+            r"refuses the engine's arguments: .*must be divisible by .*size .3.\.; change",
+        ),
+        (
+            {"stream_interval": -3},
+            "arguments: stream_interval: Input should be greater than or equal to 1, got -3; chan",
         ),
         ({"hf_overrides": {"head_dtype": "float16"}}, "head_dtype 'float16'; allowed: 'float32'"),
         ({"hf_overrides": ["head_dtype"]}, "hf_overrides is a table; got"),
+        ({"hf_overrides": False}, "hf_overrides is a table; got False"),
         ({"no_such_argument": 1}, "refuses the engine's arguments: .*no_such_argument"),
     ],
 )

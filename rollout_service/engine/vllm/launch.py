@@ -206,7 +206,7 @@ def _overrides(head_dtype: str, given: Any) -> dict[str, Any]:
     Raises:
         ConfigError: `given` is no table, or asks for another type of the logits.
     """
-    if not isinstance(given or {}, Mapping):
+    if given is not None and not isinstance(given, Mapping):
         raise ConfigError(
             "hf_overrides is a table",
             value=repr(given),
@@ -228,12 +228,12 @@ def _engine_config(seams: Any, arguments: Mapping[str, Any]) -> Any:
     try:
         config = seams.AsyncEngineArgs(**arguments).create_engine_config()
     except ValidationError as error:
-        causes = "; ".join(entry["msg"] for entry in error.errors())
-        raise ConfigError(f"vLLM refuses the engine's arguments: {causes}") from error
+        raise _refused("; ".join(map(_cause, error.errors()))) from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"vLLM refuses the engine's arguments: {error}") from error
+        raise _refused(str(error)) from error
     cache = config.cache_config
-    # Each keeps a sequence's state in more than the one block, or engine, that a cursor takes over.
+    # Each keeps a sequence's state in more than the one block, or engine, that a cursor takes over,
+    # or brings it from elsewhere by the tokens of one request, which are not all of a cursor's.
     unserved = {
         "enable_prefix_caching": cache.enable_prefix_caching,
         "mamba_cache_mode": cache.mamba_cache_mode != "none",
@@ -241,6 +241,8 @@ def _engine_config(seams: Any, arguments: Mapping[str, Any]) -> Any:
         "speculative_config": config.speculative_config is not None,
         "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size > 1,
         "data_parallel_size": config.parallel_config.data_parallel_size > 1,
+        "decode_context_parallel_size": config.parallel_config.decode_context_parallel_size > 1,
+        "kv_transfer_config": config.kv_transfer_config is not None,
     }
     given = [name for name, is_given in unserved.items() if is_given]
     if given:
@@ -248,8 +250,22 @@ def _engine_config(seams: Any, arguments: Mapping[str, Any]) -> Any:
             "cursors do not go together with these arguments of vLLM",
             value=", ".join(given),
             limit="none of them",
+            remedy="leave them out of engine.vllm.arguments",
         )
     return config
+
+
+def _refused(causes: str) -> ConfigError:
+    return ConfigError(
+        f"vLLM refuses the engine's arguments: {causes}",
+        remedy="change engine.vllm.arguments, or the setting that it names",
+    )
+
+
+def _cause(fault: Mapping[str, Any]) -> str:
+    """A fault that pydantic found; one of several arguments together names them itself."""
+    name = ".".join(map(str, fault["loc"]))
+    return f"{name}: {fault['msg']}, got {fault['input']!r:.100}" if name else fault["msg"]
 
 
 def _step_logger(base: Any, on_step: Callable[[float], None]) -> Any:
