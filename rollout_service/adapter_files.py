@@ -80,12 +80,6 @@ def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> st
     return sha256
 
 
-def hash_adapter(folder: Path) -> str:
-    """sha256 of a folder's tensors, in hex."""
-    with (folder / control.ADAPTER_FILE).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def check_files(announcement: PolicyAnnouncement, folder: Path, sha256: str) -> None:
     """Compare the copied files with what was announced.
 

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, HarnessError, Unavailable
+from harness_sdk.fingerprints import file_sha256
 from rollout_service.adapter_files import (
     check_files,
     copy_adapter,
-    hash_adapter,
     make_empty,
     shared_folder,
 )
@@ -285,7 +285,7 @@ class Adapters:
         version, uri = announcement.version, announcement.uri
         if uri == f"redis:{control.adapter_key(self._run, version)}":
             await self._fetch_patiently(version, folder)
-            return await asyncio.to_thread(hash_adapter, folder)
+            return await asyncio.to_thread(file_sha256, folder / control.ADAPTER_FILE)
         if urlsplit(uri).scheme == "file":
             source = await asyncio.to_thread(shared_folder, version, uri, self._shared)
             return await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)

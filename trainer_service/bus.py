@@ -20,7 +20,8 @@ from harness_sdk.errors import ProtocolError, Unavailable
 
 log = logging.getLogger(__name__)
 
-Replicas = Mapping[str, ReplicaState]
+ReplicaStates = Mapping[str, ReplicaState]
+"""By replica id."""
 
 ECHO_S = 2.0
 """Longest wait for the broker to send the trainer's own message back."""
@@ -74,7 +75,7 @@ class ControlBus:
             await end(self._task)
 
     @property
-    def replicas(self) -> Replicas:
+    def replicas(self) -> ReplicaStates:
         """The last state of every replica that the broker retains, dead ones too."""
         return dict(self._replicas)
 
@@ -105,7 +106,7 @@ class ControlBus:
                     ) from error
                 await asyncio.sleep(0.2)
 
-    async def wait_until(self, holds: Callable[[Replicas], bool], timeout_s: float) -> bool:
+    async def wait_until(self, holds: Callable[[ReplicaStates], bool], timeout_s: float) -> bool:
         """Wait until `holds(replicas)`; False where `timeout_s` passed first."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.fingerprints import file_sha256
 from harness_sdk.record import EpisodeRecord
 from harness_sdk.records_file import read_records
 from harness_sdk.types import StopReason
@@ -313,7 +313,7 @@ class FileFeed:
                 value=f"{path}, dropped: {dict(self._dropped)}",
                 remedy="lower batch.min_reward or give another file",
             )
-        self._sha256 = _sha256(path)
+        self._sha256 = file_sha256(path)
         self._before = state
         same = state.get("records_sha256") == self._sha256
         self._position = int(state["position"]) if same else 0
@@ -354,11 +354,6 @@ class FileFeed:
             random.Random(self._seed * 1_000_003 + epoch).shuffle(order)
             self._epoch, self._order = epoch, order
         return self._groups[self._order[offset]]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def excluded(record: EpisodeRecord, min_reward: float | None) -> str:

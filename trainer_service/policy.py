@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.fingerprints import model_hash
 from trainer_service.dag import flat_episode
 from trainer_service.lora import (
     LoraOptions,
@@ -365,13 +365,8 @@ class Policy:
 
     @cached_property
     def model_hash(self) -> str:
-        """sha256 over `config.json` and then each `*.safetensors` file in order of name."""
-        digest = hashlib.sha256((self._model_path / "config.json").read_bytes())
-        for path in sorted(self._model_path.glob("*.safetensors")):
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        return digest.hexdigest()
+        """Hash of the base model's folder, as the rollout's engines know it."""
+        return model_hash(self._model_path)
 
     def _require_adapter(self) -> peft.PeftModel:
         if self._adapter is None:

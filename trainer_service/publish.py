@@ -9,7 +9,6 @@ training has to hold back until then.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ from pathlib import Path
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
-from trainer_service.bus import ControlBus, Replicas
+from harness_sdk.fingerprints import file_sha256
+from trainer_service.bus import ControlBus, ReplicaStates
 from trainer_service.config import TrainerConfig
 from trainer_service.run_keys import delete_adapter, upload_adapter
 from trainer_service.stream import RedisLink
@@ -90,7 +90,7 @@ class Publisher:
 
         Args:
             served: The version.
-            min_replicas: Replicas that must serve it in time, or wait for a slot.
+            min_replicas: ReplicaStates that must serve it in time, or wait for a slot.
 
         Raises:
             AdapterError: A replica refused the version, or serves something else.
@@ -192,7 +192,7 @@ class Publisher:
 
     async def _store(self, served: Served) -> PolicyAnnouncement:
         folder = served.folder
-        sha256 = await asyncio.to_thread(_sha256, folder / control.ADAPTER_FILE)
+        sha256 = await asyncio.to_thread(file_sha256, folder / control.ADAPTER_FILE)
         if self._config.publish.via == "folder":
             uri = folder.resolve().as_uri()
         else:
@@ -289,7 +289,9 @@ def _faults(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     return sorted(missing) + sorted(unknown) + sorted(differing)
 
 
-def _settled(replicas: Replicas, asked: frozenset[str], version: int, min_replicas: int) -> bool:
+def _settled(
+    replicas: ReplicaStates, asked: frozenset[str], version: int, min_replicas: int
+) -> bool:
     answered = {name for name, state in replicas.items() if _answered(state, version)}
     waiting = {name for name in asked if name in replicas and replicas[name].alive} - answered
     return not waiting and len(answered) >= min_replicas
@@ -323,10 +325,5 @@ def _answered(state: ReplicaState, version: int) -> bool:
     return state.alive and (refused or waits or _serves(state, version))
 
 
-def _live(replicas: Replicas) -> frozenset[str]:
+def _live(replicas: ReplicaStates) -> frozenset[str]:
     return frozenset(name for name, state in replicas.items() if state.alive)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

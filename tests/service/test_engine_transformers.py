@@ -13,10 +13,11 @@ import torch
 import transformers as hf
 
 from harness_sdk.errors import ConfigError, EngineError, ResourceExhausted, Unavailable
+from harness_sdk.fingerprints import model_hash
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor
 from rollout_service.engine.transformers import TransformersEngine
-from rollout_service.engine.transformers.model import StripModel, model_hash
+from rollout_service.engine.transformers.model import StripModel
 from tests.engine_cases import Play, save_adapter, sharp_model, span
 from tests.reference import Reference
 from tests.tiny_models import save_tiny_model

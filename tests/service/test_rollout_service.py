@@ -24,12 +24,12 @@ from harness_sdk.cli.settings import validate_config
 from harness_sdk.client import OctopusClient
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import ConfigError, EpisodeNotFound, InvalidRequest, Unavailable
+from harness_sdk.fingerprints import model_hash
 from harness_sdk.options import RetryPolicy
 from harness_sdk.record import record_from_bytes
 from harness_sdk.types import SamplingOptions
 from rollout_service.bus import read_bus_state
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
-from rollout_service.engine.transformers.model import model_hash
 from rollout_service.service import RolloutService, run_service
 from tests.chat_tokenizers import save_chat_tokenizer
 from tests.tiny_models import LORA_TARGETS, save_tiny_model

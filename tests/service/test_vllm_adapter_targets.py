@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness_sdk.errors import AdapterError
-from rollout_service.engine.transformers.model import model_hash
+from harness_sdk.fingerprints import model_hash
 from rollout_service.engine.vllm.lora import AdapterReader, served_targets
 from tests.engine_cases import save_adapter
 

@@ -13,6 +13,7 @@ CONTRACTS = (
     "harness_sdk.types",
     "harness_sdk.deltas",
     "harness_sdk.errors",
+    "harness_sdk.fingerprints",
     "harness_sdk.record",
     "harness_sdk.records_file",
     "harness_sdk.control",

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from harness_sdk.errors import AdapterError, EngineError, InvalidRequest, Unavailable
+from harness_sdk.fingerprints import model_hash
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
 from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
 from rollout_service.engine.transformers.adapters import AdapterSlots, read_adapter
-from rollout_service.engine.transformers.model import StripModel, model_hash
+from rollout_service.engine.transformers.model import StripModel
 from rollout_service.engine.transformers.requests import (
     ExtendRequest,
     GenerateRequest,

@@ -1,13 +1,10 @@
 """A Hugging Face model that computes strips: attention and recurrent mixers replaced per instance.
 
-Owns the loaded weights and their hash; knows nothing of requests or residency.
+Owns the loaded weights; knows nothing of requests or residency.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from rollout_service.engine.transformers.residency import Residency
 from rollout_service.engine.transformers.strip import KvBuffer, Run, Segment, State, build_strip
 
 _ATTENTION = "octopus_strip"
-_READ_BYTES = 1 << 20
 
 
 class StripModel:
@@ -176,28 +172,6 @@ class StripModel:
             return self._head(hidden)
         logits = head_logits(hidden, self._head.weight, self.head_dtype)
         return logits if self._head.bias is None else logits + self._head.bias
-
-
-def model_hash(path: str) -> str:
-    """sha256 of a model folder: the bytes of config.json, then of each *.safetensors by name.
-
-    Read once per process and state of the files.
-    """
-    folder = Path(path)
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return _hash_files(
-        tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists())
-    )
-
-
-@functools.lru_cache
-def _hash_files(files: tuple[tuple[str, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for name, _, _ in files:
-        with open(name, "rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def _load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:

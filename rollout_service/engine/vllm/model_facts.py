@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.fingerprints import model_hash
 from rollout_service.engine.mount_layers import choose_mount_layers
 
 _ATTENTION = ("full_attention", "attention")
@@ -54,8 +55,6 @@ def read_facts(model_path: str) -> ModelFacts:
         ConfigError: A layer kind that cannot be served.
     """
     from transformers import AutoConfig
-
-    from rollout_service.engine.transformers.model import model_hash
 
     config: Any = AutoConfig.from_pretrained(model_path).get_text_config()
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
