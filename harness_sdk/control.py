@@ -15,7 +15,6 @@ from harness_sdk.errors import ProtocolError
 ADAPTER_CHUNK_BYTES = 4 * 1024 * 1024
 """An adapter travels through Redis in values of this size."""
 
-
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 """Largest `adapter_config.json`."""
 

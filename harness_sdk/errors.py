@@ -1,6 +1,6 @@
 """Every error the SDK and the services raise, in one tree, and its gRPC status.
 
-A service raises one of these; the converters in `_wire.py` carry it to the caller whole.
+A service raises one of these; the converters in `_status.py` carry it to the caller whole.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class InvalidRequest(HarnessError, ValueError):
 
 
 class ProtocolError(HarnessError):
-    """The two ends do not speak the same protocol version."""
+    """The other end speaks another protocol version, or what it sent makes no sense."""
 
     status = "UNIMPLEMENTED"
 

@@ -29,7 +29,6 @@ class Scored:
     record: EpisodeRecord
     reward: float
     """Outcome y in [0, 1]; 0 for the policy's own failures."""
-
     min_policy_version: int | None
     """Oldest version that sampled one of its tokens; None where nothing was sampled."""
 

@@ -196,7 +196,7 @@ class PublishOptions(Options):
     min_replicas: int = Field(default=0, ge=0)
     """Acknowledgements without which the run stops; 0 goes on alone."""
     probe_tokens: int = Field(default=16, ge=2)
-    """Length of the probe, taken from the newest episode's prompt."""
+    """Length of the probe, the first tokens of the step's first episode."""
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest |delta logp| of the probe; unset is 1e-3, and 0.1 in bfloat16 and float16."""
     in_flight: Literal["cross", "wait"] = "cross"

@@ -98,7 +98,7 @@ def _prometheus(config: TrainerConfig, port: int) -> Iterator[Sink]:
     def write(step: int, values: Mapping[str, float]) -> None:
         nonlocal newest
         # Replaced whole: the server reads it on a thread of its own.
-        newest = {**newest, "optim/steps": float(step), **values}
+        newest = {**newest, **values}
 
     labels = {"run": config.run}
     with exposed(

@@ -115,7 +115,7 @@ def test_path_average_takes_any_weight_per_path(seed: int) -> None:
     ends = [(episode, leaf) for episode, record in enumerate(records) for leaf in leaves(record)]
     for (episode, tokens), end in zip(paths, ends, strict=True):
         for token, sampled in tokens:
-            term = clipped_term(policy[token], sampled, float(ADVANTAGES[episode]), 0.2, 0.2)
+            term = clipped_term(policy[token], sampled, float(ADVANTAGES[episode]), 0.2, 0.28)
             total -= by_leaf[end] * term / len(records)
     out = OBJECTIVES["path_average"](
         logprobs, strip, ADVANTAGES, ObjectiveOptions(path_weights=weights)
@@ -134,7 +134,7 @@ def test_each_sampled_token_counts_once(name: str, seed: int) -> None:
     total = 0.0
     for token, sampled in unique.items():
         owned = sum(other[0] == token[0] for other in unique) if name == "dag_grpo" else 1
-        term = clipped_term(policy[token], sampled, float(ADVANTAGES[token[0]]), 0.2, 0.2)
+        term = clipped_term(policy[token], sampled, float(ADVANTAGES[token[0]]), 0.2, 0.28)
         total -= term / owned / len(records)
     out = OBJECTIVES[name](logprobs, strip, ADVANTAGES, ObjectiveOptions())
     assert float(out.loss.detach()) == pytest.approx(total, rel=1e-5)

@@ -38,10 +38,10 @@ def test_prometheus_reads_the_newest_of_every_figure(tmp_path: Path) -> None:
     with open_sinks(config) as (sink,):
         address = (config.folder / "metrics.address").read_text()
         assert _scraped(address) == []
-        sink(1, {"reward/mean": 0.25, "publish/behind": 1.0})
-        sink(2, {"reward/mean": 0.5})
+        sink(1, {"reward/mean": 0.25, "publish/behind": 1.0, "optim/steps": 1.0})
+        sink(2, {"reward/mean": 0.5, "optim/steps": 1.0})
         assert _scraped(address) == [
-            'octopus_trainer_optim_steps{run="r"} 2.0',
+            'octopus_trainer_optim_steps{run="r"} 1.0',
             'octopus_trainer_publish_behind{run="r"} 1.0',
             'octopus_trainer_reward_mean{run="r"} 0.5',
         ]

@@ -35,7 +35,7 @@ class ObjectiveOptions:
 
     clip_low: float = 0.2
     """Ratios below `1 - clip_low` gain nothing."""
-    clip_high: float = 0.2
+    clip_high: float = 0.28
     """Ratios above `1 + clip_high` gain nothing."""
     old_logprobs: torch.Tensor | None = None
     """Denominator of the ratio, `[A]`; None takes the recorded sampling log-probabilities, or the
