@@ -128,8 +128,12 @@ class PolicyAnnouncement:
         """
         data = _object(payload)
         try:
-            data["probe_token_ids"] = tuple(int(i) for i in data["probe_token_ids"])
-            return cls(**data)
+            data["probe_token_ids"] = tuple(data["probe_token_ids"])
+            said = cls(**data)
+            _check_texts(said.sha256, said.uri, said.base_model)
+            _check_counts(said.version, said.num_tensors, said.rank, *said.probe_token_ids)
+            _check_numbers(said.alpha)
+            return said
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError("not a policy announcement", value=payload[:200]) from error
 
@@ -172,12 +176,14 @@ class ReplicaState:
         try:
             for name in ("versions", "probe_logprobs"):
                 data[name] = tuple(data.get(name, ()))
-            texts = (data.get(name, "") for name in ("replica_id", "address", "error"))
-            if not (
-                all(isinstance(text, str) for text in texts) and isinstance(data["alive"], bool)
-            ):
-                raise TypeError("a text or a truth value is expected")
-            return cls(**data)
+            said = cls(**data)
+            _check_texts(said.replica_id, said.address, said.error, said.waiting_for)
+            _check_texts(*dict(said.checksums).values())
+            _check_counts(*said.versions, said.error_version, said.waiting_version)
+            _check_numbers(*said.probe_logprobs, said.waiting_s)
+            if not isinstance(data["alive"], bool):
+                raise TypeError("a truth value is expected")
+            return said
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError("not a replica state", value=payload[:200]) from error
 
@@ -185,8 +191,24 @@ class ReplicaState:
 def _object(payload: str | bytes) -> dict[str, Any]:
     try:
         data: object = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError("control message is no JSON", value=payload[:200]) from error
     if not isinstance(data, dict):
         raise ProtocolError("control message is no JSON object", value=payload[:200])
     return cast("dict[str, Any]", data)
+
+
+def _check_texts(*values: Any) -> None:
+    if not all(isinstance(value, str) for value in values):
+        raise TypeError("text is expected")
+
+
+def _check_counts(*values: Any) -> None:
+    # Records and LoRA tables hold them in 64 bits.
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise TypeError("a whole number is expected")
+
+
+def _check_numbers(*values: Any) -> None:
+    if not all(type(value) in (int, float) for value in values):
+        raise TypeError("a number is expected")

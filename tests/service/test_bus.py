@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -58,7 +59,8 @@ async def test_retained_announcement_reaches_a_late_replica(broker: str) -> None
         announcements = bus.announcements()
         first = await anext(announcements)
         assert first == _announcement(4)
-        await _announce(broker, "no announcement")
+        for payload in ("no announcement", "[" * 100_000, '{"probe_token_ids": [1e400]}'):
+            await _announce(broker, payload)
         await _announce(broker, _announcement(5).to_json())
         while (later := await anext(announcements)) == first:
             # The broker may deliver a retained message twice.
@@ -140,12 +142,48 @@ def test_replica_state_json_is_what_the_trainer_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value", [("address", ["127.0.0.1:7040"]), ("alive", "yes"), ("replica_id", 1), ("x", 0)]
+    "field, value",
+    [
+        ("address", ["127.0.0.1:7040"]),
+        ("alive", "yes"),
+        ("replica_id", 1),
+        ("versions", [0, "1"]),
+        ("checksums", {"a": 1}),
+        ("checksums", "abc"),
+        ("waiting_s", None),
+        ("error_version", 1.5),
+        ("probe_logprobs", [[-0.5]]),
+        ("x", 0),
+    ],
 )
 def test_a_payload_of_other_types_is_no_replica_state(field: str, value: object) -> None:
     payload = json.dumps({**json.loads(STATE.to_json()), field: value})
     with pytest.raises(ProtocolError, match="not a replica state"):
         ReplicaState.from_json(payload)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("version", 1.5),
+        ("version", True),
+        ("version", "1"),
+        ("version", -1),
+        ("version", 2**63),
+        ("rank", None),
+        ("alpha", "8"),
+        ("uri", 5),
+        ("sha256", []),
+        ("probe_token_ids", [1, 2.5]),
+        ("probe_token_ids", [math.inf, 1]),
+        ("probe_token_ids", 3),
+        ("x", 0),
+    ],
+)
+def test_a_payload_of_other_types_is_no_announcement(field: str, value: object) -> None:
+    payload = json.dumps({**json.loads(_announcement(4).to_json()), field: value})
+    with pytest.raises(ProtocolError, match="not a policy announcement"):
+        PolicyAnnouncement.from_json(payload)
 
 
 async def test_other_retained_topics_are_left_alone(
