@@ -149,8 +149,15 @@ class Adapters:
             await asyncio.to_thread(make_empty, folder)
             sha256 = await self._bring(announcement, folder)
             await asyncio.to_thread(check_files, announcement, folder, sha256)
-        except BaseException:
+        except BaseException as error:
             await self._background.finish(_remove(folder))
+            if isinstance(error, OSError) and not isinstance(error, HarnessError):
+                raise AdapterError(
+                    f"adapter {version} cannot be written to this replica's disk",
+                    value=f"{folder}: {error.strerror or error}",
+                    remedy="make room there, or set run_folder elsewhere; the next version is"
+                    " tried anew",
+                ) from error
             raise
         if self._waiting is not None:
             logger.info("version %d takes the place of %d", version, self._waiting.version)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import resource
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -251,6 +252,24 @@ async def test_oversize_adapter_is_refused(replica: Replica, tmp_path: Path) -> 
     state = await small.apply(replica.announce(1, replica.adapter(1)))
     assert "too large" in state.error
     assert "100 bytes" in state.error
+
+
+async def test_adapter_that_the_disk_cannot_take_is_refused_and_the_next_one_serves(
+    replica: Replica,
+) -> None:
+    first = replica.announce(1, replica.adapter(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # What a full disk does to the copy.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
+    try:
+        state = await replica.adapters.apply(first)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "adapter 1 cannot be written to this replica's disk; got" in state.error
+    assert "File too large; make room there" in state.error
+    assert not (replica.folder / "cache" / "version-1").exists()
+    state = await replica.adapters.apply(replica.announce(2, replica.adapter(1)))
+    assert (state.versions, state.error) == ((0, 2), "")
 
 
 async def test_version_without_a_slot_waits_until_one_frees(replica: Replica) -> None:
