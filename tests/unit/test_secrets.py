@@ -71,6 +71,47 @@ def test_no_command_takes_a_secret_in_its_arguments(
     assert "_FILE" in told and "hunter2" not in told
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--days", "-5"),
+        ("--days", "0"),
+        ("--days", "99999999999"),
+        ("--run", ""),
+        ("--run", "mine ~*"),
+        ("--run", "mine*"),
+        ("--run", ".."),
+        ("--redis", ""),
+        ("--redis", "valkey"),
+        ("--redis", "valkey:port"),
+        ("--redis", "valkey:65536"),
+        ("--mqtt", "user@broker:8883"),
+        ("--outside", ""),
+        ("--outside", "node:7040"),
+        ("--host", "a b"),
+        ("--host", "é.example"),
+        ("--host", "a" * 64),
+        ("--host", "*"),
+    ],
+)
+def test_secrets_are_not_drawn_for_what_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert main(["secrets", str(tmp_path / "drawn"), f"{option}={value}"]) != 0
+    said = capsys.readouterr().err
+    shown = repr(int(value) if option == "--days" else value)
+    assert f"{option} cannot be used; got {shown}; allowed: " in said
+    assert not (tmp_path / "drawn").exists()
+
+
+def test_secrets_reach_a_host_by_any_kind_of_name(tmp_path: Path) -> None:
+    words = ["--redis", "[fd00::1]:6379", "--outside", "fd00::2", "--run", "a.b-c_1"]
+    hosts = ["--host", "*.rollout.octopus.svc", "--host", "10.0.0.2", "--host", "_x.example"]
+    assert main(["secrets", str(tmp_path / "drawn"), *words, *hosts]) == 0
+    assert "@[fd00::2]:6379/0?" in (tmp_path / "drawn" / "redis.agent").read_text()
+    assert "@[fd00::1]:6379/0?" in (tmp_path / "drawn" / "redis.rollout").read_text()
+
+
 def test_addresses_without_a_password_are_fine_in_arguments() -> None:
     refuse_secrets(["--redis-url", "redis://h:1", "--mqtt-url=mqtt://user@h", "--tokenizer", "x"])
 

@@ -18,6 +18,8 @@ Each file holds one secret, so that each service is given what it needs and noth
 from __future__ import annotations
 
 import argparse
+import ipaddress
+import re
 import secrets
 import sys
 from pathlib import Path
@@ -36,6 +38,10 @@ from harness_sdk.errors import ConfigError
 
 _TOKENS = {"agent": "agent", "monitor": "trainer", "admin": "admin"}
 """Name of a token's holder, and its scope."""
+_RUN = re.compile(r"\*|[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
+_MAX_DAYS = 36_500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(render_options(args))
         return 0
+    _check(args)
     _make_folder(args.folder)
     from harness_sdk.cli.secrets.certificates import Authority
 
@@ -97,6 +104,44 @@ def run(args: argparse.Namespace) -> int:
         path.chmod(0o600 if name == "ca.key" else 0o644)
     sys.stdout.write(f"{len(files)} files in {args.folder}; keep ca.key off the nodes\n")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would draw rules or certificates that nobody wants, or that do not work.
+
+    Raises:
+        ConfigError: With the option's name.
+    """
+    # A space or a star in it would give a user more than the one run.
+    if not _RUN.fullmatch(args.run):
+        raise _refused("run", args.run, "letters, digits, _, - and dots, or * for all")
+    if not 1 <= args.days <= _MAX_DAYS:
+        raise _refused("days", args.days, f"1 to {_MAX_DAYS}")
+    for option in ("redis", "mqtt"):
+        place = getattr(args, option)
+        port = place.rpartition(":")[2]
+        if not (
+            _is_host(_host(place)) and re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65_535
+        ):
+            raise _refused(option, place, "HOST:PORT, a port of 1 to 65535")
+    for option, hosts in (("outside", [args.outside]), ("host", args.host)):
+        for host in hosts:
+            if not _is_host(host):
+                raise _refused(option, host, "a host's name, an address, or for --host *.NAME")
+
+
+def _refused(option: str, value: object, limit: str) -> ConfigError:
+    return ConfigError(
+        f"--{option} cannot be used", value=repr(value), limit=limit, remedy=f"correct --{option}"
+    )
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _NAME.fullmatch(text) is not None
+    return True
 
 
 def _make_folder(folder: Path) -> None:
@@ -150,7 +195,8 @@ def _url(
 ) -> str:
     folder = args.mount
     if user == "monitor" or (user == "agent" and args.agents == "outside"):
-        place = f"{args.outside}:{place.rpartition(':')[2]}"
+        host = f"[{args.outside}]" if ":" in args.outside else args.outside
+        place = f"{host}:{place.rpartition(':')[2]}"
         folder = args.folder.resolve()
     ca = quote(str(folder / "ca.pem"))
     return f"{scheme}://{user}:{password}@{place}{path}?ssl_ca_certs={ca}\n"
