@@ -29,8 +29,8 @@ def main() -> int:
     set_up_logging()
     # Each wait for the trainer is a line of theirs.
     logging.getLogger("harness_sdk.permits").setLevel(logging.WARNING)
-    plan = Plan(**{field.name: getattr(args, field.name) for field in fields(Plan)})
     try:
+        plan = Plan(**{field.name: getattr(args, field.name) for field in fields(Plan)})
         run_interruptible(study(plan, args.out))
     except HarnessError as error:
         sys.stderr.write(f"{error}\n")

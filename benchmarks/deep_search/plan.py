@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic import SecretStr
 
 from harness_sdk.cli.models import resolve_model, rollout_for_model
 from harness_sdk.cli.stack_config import StackConfig
+from harness_sdk.errors import ConfigError
 
 RUN = "deep-search"
 STOP_S = 8.0
@@ -27,6 +29,22 @@ GPU_ARGUMENTS = {
     },
 }
 """Of vLLM, beside a trainer on the same GPU."""
+
+_LEAST = {
+    "seconds": 1.0,
+    "passes": 1,
+    "questions": 0,
+    "concurrency": 1,
+    "warm_up": 0,
+    "warm_up_lr": 0.0,
+    "lr": 0.0,
+    "rank": 1,
+    "steps": 0,
+    "temperature": 0.001,
+    "group_size": 2,
+    "groups_per_step": 1,
+}
+"""Of a plan's numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +76,22 @@ class Plan:
     """Of episodes that are trained on; scoring keeps the example's."""
     group_size: int = 8
     groups_per_step: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that a run would fail or wait for ever of, minutes after its start.
+
+        Raises:
+            ConfigError: With the field's name.
+        """
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} cannot be used",
+                    value=value,
+                    limit=f"{least} or more, and finite",
+                    remedy="correct it",
+                )
 
 
 def stack_config(plan: Plan, out: Path, token: str) -> StackConfig:

@@ -34,7 +34,7 @@ from harness_sdk.agents import load_agent
 from harness_sdk.cli.settings import render_toml
 from harness_sdk.cli.stack import LocalStack
 from harness_sdk.cli.stack_layout import replica_plans, rollout_config, trainer_plan
-from harness_sdk.errors import ServiceError, Unavailable
+from harness_sdk.errors import ConfigError, ServiceError, Unavailable
 from harness_sdk.runner import EpisodeOutcome, GroupOutcome
 
 
@@ -231,6 +231,25 @@ async def test_the_first_work_to_end_ends_the_others() -> None:
     async with asyncio.timeout(10):
         assert await _serve_while(_Ending(60), asyncio.sleep(0.05, "first"), other()) == "first"
     assert others == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seconds", math.nan),
+        ("seconds", math.inf),
+        ("passes", 0),
+        ("questions", -1),
+        ("concurrency", 0),
+        ("warm_up", -1),
+        ("lr", -1e-4),
+        ("group_size", 1),
+        ("temperature", 0.0),
+    ],
+)
+def test_a_plan_that_cannot_be_run_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} cannot be used; got"):
+        Plan(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
