@@ -32,6 +32,8 @@ class Corpus:
 
     def __init__(self, passages: list[Passage]) -> None:
         # Imported here: numpy and numba-free BM25 cost half a second that `--help` must not pay.
+        # It starts JAX where that is installed, and JAX would take three quarters of a GPU.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import bm25s
 
         self.passages = {passage.passage_id: passage for passage in passages}
@@ -44,7 +46,11 @@ class Corpus:
     def best(self, query: str, count: int = NUM_HITS) -> list[Passage]:
         """The `count` passages that fit `query` best, best first; fewer where words are rare."""
         rows, scores = self._index.retrieve(
-            self._words([query]), k=min(count, len(self._order)), show_progress=False
+            self._words([query]),
+            k=min(count, len(self._order)),
+            show_progress=False,
+            # Or the order of equals depends on what is installed.
+            backend_selection="numpy",
         )
         found = zip(rows[0], scores[0], strict=True)
         return [self._order[int(row)] for row, score in found if score > 0]

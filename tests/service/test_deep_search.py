@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,34 @@ LIMITS = Limits(thread_budget=16_384, answer_reserve=256)
 def _task(beginning: str) -> Mapping[str, Any]:
     (task,) = [task for task in shipped_questions() if task["question"].startswith(beginning)]
     return task
+
+
+def test_searching_leaves_gpus_alone(tmp_path: Path) -> None:
+    """A JAX that tells on what it is started, and refuses to be used for more."""
+    jax = tmp_path / "jax"
+    jax.mkdir()
+    (jax / "__init__.py").touch()
+    (jax / "lax.py").write_text(
+        "import os\ncalls = []\ndef top_k(scores, k):\n"
+        "    assert not calls, 'used'\n    calls.append(os.environ.get('JAX_PLATFORMS'))\n"
+    )
+    program = """
+from examples.deep_search.corpus import Corpus, Passage
+from jax.lax import calls
+passages = [Passage(passage_id=str(n), title=word, text=word) for n, word in enumerate(WORDS)]
+print(Corpus(passages).best("blue whale", 1)[0].title, calls)
+""".replace("WORDS", "('red fox', 'blue whale', 'grey heron')")
+    environment = {name: text for name, text in os.environ.items() if name != "JAX_PLATFORMS"}
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.stdout == "blue whale ['cpu']\n", found.stderr
 
 
 async def test_agent_forks_a_branch_per_hop_and_reads_the_hop_before() -> None:

@@ -146,6 +146,13 @@ async def test_an_adapter_of_too_high_a_rank_is_refused(served: Served, tmp_path
         await served.engine.load_adapter(2, str(tmp_path))
 
 
+async def test_only_decoder_layers_hold_adapters(served: Served) -> None:
+    client = served.engine._supervisor.newest.builder.client
+    targets = client._llm.vllm_config.lora_config.target_modules
+    assert "o_proj" in targets
+    assert "lm_head" not in targets
+
+
 async def test_a_rehearsal_loads_and_scores_and_leaves_nothing(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from rollout_service.engine.vllm.rehearsal import rehearse
 from rollout_service.engine.vllm.starting import (
     EngineOptions,
     StepUse,
+    adapter_reader,
     adapters_over,
     builder_over,
     launched_llm,
@@ -70,9 +71,11 @@ async def start_core(
     """
     if before is not None:
         await before.close()
+    reader = adapter_reader(options, facts)
+    targets = await asyncio.to_thread(reader.targets) if options.max_adapters else ()
     log, on_step = EngineLog(), StepUse()
     try:
-        llm = await launched_llm(options, facts, on_step, log.output)
+        llm = await launched_llm(options, facts, targets, on_step, log.output)
     except Exception:
         lines = await asyncio.to_thread(log.last_lines)
         logger.error("the engine's last lines:\n%s", "\n".join(lines) or "it wrote nothing")
@@ -82,7 +85,7 @@ async def start_core(
     process = EngineProcess(llm, hang_timeout_s=options.hang_timeout_s)
     try:
         builder = await builder_over(options, llm, process, on_step)
-        served = adapters_over(options, facts, builder)
+        served = adapters_over(options, reader, builder)
         # On the CPU vLLM compiles for ten seconds at the first score: not at every start.
         if options.device == "cuda" and options.max_adapters:
             longest = min(facts.max_positions, builder.client.use.capacity)

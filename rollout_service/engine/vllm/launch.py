@@ -108,7 +108,7 @@ def launch(
     max_num_seqs: int,
     max_adapters: int,
     max_lora_rank: int,
-    lora_targets: Sequence[str] | None,
+    lora_targets: Sequence[str],
     tensor_parallel_size: int,
     async_scheduling: bool,
     on_step: Callable[[float], None],
@@ -128,7 +128,7 @@ def launch(
         max_num_seqs: Requests computed at once.
         max_adapters: LoRA versions beside the base model; 0 serves the base model alone.
         max_lora_rank: Highest rank among them.
-        lora_targets: Modules that they may change; None is all.
+        lora_targets: Modules that they may change.
         tensor_parallel_size: Devices that share every layer.
         async_scheduling: Whether the core schedules a step ahead.
         on_step: Told the pool's use, 0 to 1, after each step.
@@ -178,7 +178,7 @@ def launch(
             "max_loras": num_slots,
             "max_cpu_loras": num_slots,
             "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= max_lora_rank),
-            "lora_target_modules": None if lora_targets is None else list(lora_targets),
+            "lora_target_modules": list(lora_targets),
         }
     if pool.page_tokens is not None:
         arguments["block_size"] = pool.page_tokens

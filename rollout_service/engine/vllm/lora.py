@@ -22,6 +22,8 @@ from rollout_service.engine.transformers.adapters import (
     tensor_checksums,
 )
 
+_LAYERS = "layers."
+"""In the names of what belongs to a decoder layer."""
 _NOT_SERVED = "not served"
 _DIFFERENT = "copies differ"
 _TARGETS_BESIDE_EXPERTS = (
@@ -118,23 +120,14 @@ def told_checksums(
     }
 
 
-def served_targets(*, has_experts: bool) -> tuple[str, ...] | None:
-    """Linear modules that adapters may change; None is all.
-
-    Beside experts only attention and gated delta rules: no more is trained (Octopus Table 8), and
-    vLLM would hold buffers for every expert of every layer.
-    """
-    return _TARGETS_BESIDE_EXPERTS if has_experts else None
-
-
 class AdapterReader:
     """Reads PEFT folders for one base model, whose shapes it knows without its weights."""
 
-    def __init__(self, model_path: str, model_hash: str, targets: tuple[str, ...] | None) -> None:
-        """Read for the model at `model_path`, of which `targets` are served; None is all."""
+    def __init__(self, model_path: str, model_hash: str, *, has_experts: bool) -> None:
+        """Read for the model at `model_path`."""
         self._model_path = model_path
         self._model_hash = model_hash
-        self._targets = targets
+        self._has_experts = has_experts
         self._module: nn.Module | None = None
 
     def shapes(self) -> nn.Module:
@@ -142,6 +135,19 @@ class AdapterReader:
         if self._module is None:
             self._module = _shapes(self._model_path)
         return self._module
+
+    def targets(self) -> tuple[str, ...]:
+        """Names of the linear modules that adapters may change: those of decoder layers.
+
+        vLLM holds buffers for these alone, and launches kernels for them in every step, whatever
+        a version changes. Beside experts only attention and gated delta rules: no more is trained
+        (Octopus Table 8), and there would be buffers for every expert of every layer.
+        """
+        if self._has_experts:
+            return _TARGETS_BESIDE_EXPERTS
+        modules = self.shapes().named_modules()
+        names = {name for name, module in modules if isinstance(module, nn.Linear)}
+        return tuple(sorted({name.rpartition(".")[2] for name in names if _LAYERS in name}))
 
     def read(self, path: str, *, max_rank: int) -> Adapter:
         """Read and check a folder; blocks.
@@ -153,21 +159,20 @@ class AdapterReader:
         adapter = read_adapter(
             path, self.shapes(), model_path=self._model_path, model_hash=self._model_hash
         )
-        outside = [name for name in adapter.modules if "layers." not in name]
+        outside = [name for name in adapter.modules if _LAYERS not in name]
         if outside:
             raise AdapterError(
                 "adapter targets modules outside the decoder layers",
                 value=", ".join(outside),
                 limit="linear modules of decoder layers",
             )
-        if self._targets is not None:
-            others = {name.rpartition(".")[2] for name in adapter.modules} - {*self._targets}
-            if others:
-                raise AdapterError(
-                    "adapter targets modules that are not served beside experts",
-                    value=", ".join(sorted(others)),
-                    limit=", ".join(self._targets),
-                )
+        others = {name.rpartition(".")[2] for name in adapter.modules} - {*self.targets()}
+        if others:
+            raise AdapterError(
+                "adapter targets modules that are not served beside experts",
+                value=", ".join(sorted(others)),
+                limit=", ".join(self.targets()),
+            )
         rank = max(lora.down.shape[0] for lora in adapter.modules.values())
         if rank > max_rank:
             raise AdapterError(
@@ -280,7 +285,7 @@ def _joined(slices: Sequence[Sequence[Tensor]], size: int, *, dim: int) -> Tenso
 
 def _layer_name(module_name: str) -> str:
     """A module's name from its layer's number on: what stands in front differs between the two."""
-    return module_name.rpartition("layers.")[2]
+    return module_name.rpartition(_LAYERS)[2]
 
 
 def _shapes(model_path: str) -> nn.Module:

@@ -16,7 +16,7 @@ from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.launch import Pool, launch
 from rollout_service.engine.vllm.limits import check_cpu_model
-from rollout_service.engine.vllm.lora import AdapterReader, served_targets
+from rollout_service.engine.vllm.lora import AdapterReader
 from rollout_service.engine.vllm.model_facts import ModelFacts, read_facts
 from rollout_service.engine.vllm.process import EngineProcess, launched
 
@@ -83,9 +83,20 @@ async def checked_facts(options: EngineOptions) -> ModelFacts:
 
 
 async def launched_llm(
-    options: EngineOptions, facts: ModelFacts, on_step: StepUse, output: int
+    options: EngineOptions,
+    facts: ModelFacts,
+    lora_targets: Sequence[str],
+    on_step: StepUse,
+    output: int,
 ) -> Any:
-    """vLLM's `AsyncLLM` with the model loaded, its processes writing to `output`.
+    """vLLM's `AsyncLLM` with the model loaded.
+
+    Args:
+        options: What it is asked to be.
+        facts: Of the model.
+        lora_targets: Modules that adapters may change.
+        on_step: Told of each step.
+        output: File that its processes write to.
 
     Raises:
         ConfigError: It did not start.
@@ -102,7 +113,7 @@ async def launched_llm(
         max_num_seqs=options.max_num_seqs,
         max_adapters=options.max_adapters,
         max_lora_rank=options.max_lora_rank,
-        lora_targets=served_targets(has_experts=facts.has_experts),
+        lora_targets=lora_targets,
         tensor_parallel_size=options.tensor_parallel_size,
         async_scheduling=options.async_scheduling,
         on_step=on_step,
@@ -124,12 +135,18 @@ async def builder_over(
     return builder
 
 
-def adapters_over(options: EngineOptions, facts: ModelFacts, builder: FootingBuilder) -> Adapters:
+def adapter_reader(options: EngineOptions, facts: ModelFacts) -> AdapterReader:
+    """What reads versions for the model."""
+    return AdapterReader(options.model_path, facts.model_hash, has_experts=facts.has_experts)
+
+
+def adapters_over(
+    options: EngineOptions, reader: AdapterReader, builder: FootingBuilder
+) -> Adapters:
     """What loads versions beside the base model."""
-    targets = served_targets(has_experts=facts.has_experts)
     return Adapters(
         builder,
-        AdapterReader(options.model_path, facts.model_hash, targets),
+        reader,
         max_adapters=options.max_adapters,
         max_rank=options.max_lora_rank,
         dtype=getattr(torch, options.dtype),
