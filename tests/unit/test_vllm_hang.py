@@ -4,13 +4,16 @@ held up itself, is not. A plain process stands in for the engine's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from rollout_service.engine.vllm.engine_log import EngineLog
 from rollout_service.engine.vllm.hang import HangWatch
 from rollout_service.engine.vllm.lifeline import Lifeline
 from rollout_service.engine.vllm.process import EngineProcess
+from rollout_service.engine.vllm.shared_memory import family
 
 SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT_S = 0.2
@@ -89,6 +93,11 @@ def hang(lifeline: Lifeline) -> None:
     time.sleep(600)
 
 
+def hang_over_a_rank(lifeline: Lifeline) -> None:
+    """The same, above a process of its own."""
+    subprocess.run(["sleep", "600"], check=False)
+
+
 @pytest.fixture
 async def core() -> AsyncIterator[tuple[BaseProcess, EngineLog]]:
     """A process that is tied to this one as the engine's is, and does nothing."""
@@ -128,6 +137,56 @@ async def test_a_process_that_hangs_says_where_and_is_killed(
     lines = await asyncio.to_thread(log.last_lines)
     assert any("test_vllm_hang.py" in line and " in hang" in line for line in lines)
     assert "has not answered for 0.2 s and is killed" in caplog.text
+
+
+async def test_a_process_that_has_ended_is_asked_no_more(
+    core: tuple[BaseProcess, EngineLog],
+) -> None:
+    async def answer(_: int) -> None:
+        pass
+
+    asked = Asked(answer)
+    llm = _llm(core[0])
+    llm.engine_core.call_utility_async = lambda *_: asked()
+    engine = EngineProcess(llm, hang_timeout_s=0.02)
+    async with asyncio.timeout(30):
+        while asked.count < 3:
+            await asyncio.sleep(0.01)
+        core[0].kill()
+        await engine.ended()
+    # One that it was just asked.
+    await asyncio.sleep(0)
+    count = asked.count
+    await asyncio.sleep(0.1)
+    assert asked.count == count
+
+
+async def test_ranks_that_are_stopped_go_with_the_core() -> None:
+    core = SPAWN.Process(target=hang_over_a_rank, args=(Lifeline(),), daemon=True)
+    core.start()
+    assert core.pid is not None
+    while len(pids := family(core.pid)) == 1:
+        await asyncio.sleep(0.01)
+    (rank,) = pids[1:]
+    os.kill(rank, signal.SIGSTOP)
+    engine = EngineProcess(_llm(core), hang_timeout_s=TIMEOUT_S)
+    try:
+        async with asyncio.timeout(30):
+            await engine.ended()
+            while _runs(rank):
+                await asyncio.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+    core.join()
+
+
+def _runs(pid: int) -> bool:
+    """Whether it is there, and no more than waits for whoever inherited it to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 async def test_a_process_that_cannot_be_killed_is_given_up(
