@@ -85,7 +85,7 @@ _TYPES: dict[str, st.SearchStrategy[Any]] = {
 
 @pytest.mark.parametrize("form", ["qwen_xml", "glm"])
 @pytest.mark.parametrize("kind", _TYPES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_value_of_its_type_comes_back(form: str, kind: str, data: st.DataObject) -> None:
     value = data.draw(_TYPES[kind])
@@ -129,7 +129,7 @@ _PYTHON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(value=_PYTHON, write=st.sampled_from([repr, ascii, lambda value: f" {value!r}\n"]))
 def test_python_literals_are_what_python_takes_them_for(
     value: Any, write: Callable[[object], str]

@@ -112,7 +112,7 @@ def cut_at(raw: str, cuts: Iterable[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     data=st.data(), cuts=st.lists(st.integers(0, 10_000), max_size=8), in_reasoning=st.booleans()
 )

@@ -127,7 +127,7 @@ _KEYS = {"qwen3.5-think": _NAMES, "glm-4.5": _NAMES}
 
 
 @pytest.mark.parametrize("name", ENDS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_calls_come_back_as_the_template_got_them(name: str, data: st.DataObject) -> None:
     arguments = st.dictionaries(_KEYS.get(name, _TEXT), _VALUES, max_size=3)

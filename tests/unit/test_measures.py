@@ -225,7 +225,7 @@ def counted_flops(record: EpisodeRecord) -> int:
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(0, 30))
 def test_random_episodes_measure_as_by_brute_force(seed: int, num_events: int) -> None:
     rng = np.random.default_rng(seed)

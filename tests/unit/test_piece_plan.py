@@ -42,7 +42,7 @@ def acyclic_cases(draw: st.DrawFn, max_nodes: int = 9, max_length: int = 6) -> T
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 1000])
 @given(case=acyclic_cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @seed(1)
 def test_pieces_hold_every_row_once_and_see_earlier_pieces_alone(
     limit: int, case: TreeCase
@@ -67,7 +67,7 @@ def _carried(parents: np.ndarray, order: list[int], cut: int) -> int:
 
 
 @given(case=acyclic_cases(max_nodes=5, max_length=3), limit=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @seed(2)
 def test_no_other_cuts_of_the_order_carry_fewer_states(case: TreeCase, limit: int) -> None:
     layout = case.layout
@@ -88,7 +88,7 @@ def test_no_other_cuts_of_the_order_carry_fewer_states(case: TreeCase, limit: in
 
 
 @given(case=tree_cases(max_nodes=6, max_length=4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @seed(3)
 def test_mounts_are_refused_exactly_where_a_row_sees_what_sees_it(case: TreeCase) -> None:
     seen = case.visible(mounted=True).fill_diagonal_(False)
@@ -116,7 +116,7 @@ def test_mounted_node_is_computed_before_a_reader_that_precedes_it() -> None:
 
 @pytest.mark.parametrize("mounted", [False, True])
 @given(case=acyclic_cases(), limit=st.integers(1, 9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @seed(4)
 def test_parts_of_a_piece_show_each_visible_key_exactly_once(
     mounted: bool, case: TreeCase, limit: int

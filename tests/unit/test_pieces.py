@@ -140,7 +140,7 @@ def test_mounts_of_the_case_cross_pieces_in_both_directions(
 
 
 @given(number=st.integers(0, 10_000), size=st.integers(5, 40), family=st.sampled_from(FAMILIES))
-@settings(max_examples=6, deadline=None, database=None)
+@settings(max_examples=6, database=None)
 @seed(6)
 def test_pieces_of_random_trees_have_the_gradients_of_the_whole(
     policies: Callable[[str, str], Policy], number: int, size: int, family: str

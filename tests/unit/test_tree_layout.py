@@ -43,7 +43,7 @@ def seen_by_parts(parts: AttentionParts, num_queries: int, num_keys: int) -> tor
 
 @pytest.mark.parametrize("mounted", [False, True])
 @given(case=tree_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_parts_show_each_visible_key_exactly_once(case: TreeCase, mounted: bool) -> None:
     parts = case.layout.parts(mounted=mounted)
     total = sum(case.lengths)
@@ -53,7 +53,7 @@ def test_parts_show_each_visible_key_exactly_once(case: TreeCase, mounted: bool)
 
 
 @given(case=tree_cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ancestors_are_keys_up_to_the_end_of_their_subtree(case: TreeCase) -> None:
     layout = case.layout
     exits = np.repeat(layout.exits, np.diff(layout.cu_seqlens))
@@ -64,7 +64,7 @@ def test_ancestors_are_keys_up_to_the_end_of_their_subtree(case: TreeCase) -> No
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 @given(case=tree_cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_chunks_continue_the_row_before_them_on_the_path(case: TreeCase, size: int) -> None:
     layout = case.layout
     table = layout.chunks(size)
@@ -90,7 +90,7 @@ def test_chunks_continue_the_row_before_them_on_the_path(case: TreeCase, size: i
 
 
 @given(case=tree_cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_conv_windows_are_the_last_rows_of_the_path(case: TreeCase) -> None:
     total = sum(case.lengths)
     rows, windows = case.layout.conv_taps(4)
