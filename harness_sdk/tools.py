@@ -26,7 +26,6 @@ class Parameter:
     name: str
     annotation: Any
     required: bool
-    default: Any = None
     description: str = ""
 
 
@@ -200,12 +199,10 @@ def _parameter(
             remedy="annotate it, so that the model is told its type",
         )
     json_schema(hints[name], f"argument `{name}` of tool {tool_name}")
-    required = parameter.default is parameter.empty
     return Parameter(
         name=name,
         annotation=hints[name],
-        required=required,
-        default=None if required else parameter.default,
+        required=parameter.default is parameter.empty,
         description=about.get(name, ""),
     )
 

@@ -23,15 +23,39 @@ def follow(config: TrainerConfig, ranks: Ranks) -> None:
     """Take part in the leader's steps until it ends; blocking.
 
     Raises:
-        ConfigError: The base model here is not the leader's.
+        ConfigError: The settings or the base model here are not the leader's.
         EngineError: The leader or another follower is gone.
     """
+    agree(config, ranks)
     policy = load_policy(config, None, ranks)
     optimizer = new_optimizer(policy, config)
     copy_leader(policy, optimizer, ranks)
     log.info("process %d of %d follows", ranks.rank, ranks.size)
     with loaded_is_kept():
         follow_steps(policy, optimizer, config, ranks)
+
+
+def agree(config: TrainerConfig, ranks: Ranks) -> None:
+    """Refuse settings other than the leader's; all ranks call it, before they load.
+
+    With another dtype a rank would wait where the others do not, and with another loss its
+    gradients would be added to theirs without a word.
+
+    Raises:
+        ConfigError: At a follower that has others, and at the leader; with what differs.
+    """
+    own = _settings(config)
+    leader: dict[str, Any] = ranks.broadcast(own)
+    wrong = {name: value for name, value in own.items() if leader.get(name) != value}
+    gathered = dict(enumerate(ranks.gather(wrong))) or {ranks.rank: wrong}
+    for rank, theirs in gathered.items():
+        if theirs:
+            raise ConfigError(
+                f"process {rank} of the trainer has other settings than the one that leads",
+                value=", ".join(f"{name} {value}" for name, value in theirs.items()),
+                limit=", ".join(f"{name} {leader.get(name)}" for name in theirs),
+                remedy="give all processes the same ones",
+            )
 
 
 def copy_leader(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> None:
@@ -61,3 +85,19 @@ def copy_leader(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> None:
         for parameter, value in zip(parameters, held, strict=True):
             parameter.copy_(value)
     optimizer.load_state_dict(state)
+
+
+def _settings(config: TrainerConfig) -> dict[str, Any]:
+    """What a follower computes with, by dotted key; folders and devices are each one's own."""
+    sections = {
+        "model": config.model.model_dump(mode="json", exclude={"path", "device"}),
+        "lora": config.lora.model_dump(mode="json", exclude={"adapter"}),
+        "batch": config.batch.model_dump(include={"max_strip_tokens", "max_piece_tokens"}),
+        "loss": config.loss.model_dump(),
+        "optim": config.optim_options.model_dump(),
+        "ranks": config.ranks.model_dump(),
+    }
+    dotted = {
+        f"{name}.{key}": value for name, own in sections.items() for key, value in own.items()
+    }
+    return {"objective": config.objective, **dotted}

@@ -21,7 +21,7 @@ from trainer_service.bus import ControlBus
 from trainer_service.compute_thread import ComputeThread
 from trainer_service.config import TrainerConfig
 from trainer_service.feed import Batch, Collector, Demonstrations, Feed, FileFeed, StreamFeed
-from trainer_service.follower import copy_leader
+from trainer_service.follower import agree, copy_leader
 from trainer_service.garbage import loaded_is_kept
 from trainer_service.grants import Grants
 from trainer_service.groups import GroupAssembler
@@ -64,6 +64,7 @@ async def train(config: TrainerConfig, stop: asyncio.Event, ranks: Ranks | None 
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(config.folder))
         compute = await stack.enter_async_context(ComputeThread())
+        await compute.run(agree, config, ranks)
         run = await compute.run(RunState.load, config, ranks)
         await compute.run(copy_leader, run.policy, run.optimizer, ranks)
         stack.enter_context(loaded_is_kept())

@@ -109,3 +109,18 @@ async def test_two_processes_equal_one_through_a_death_and_other_numbers_and_sha
         pending = await link.client.xpending(control.episodes_key(run), "trainer")
         assert pending["pending"] == 0
     await link.close()
+
+
+async def test_a_process_with_other_settings_is_refused_with_what_differs(
+    tmp_path: Path, model: Path
+) -> None:
+    config = _config(tmp_path, model, "r", "redis://127.0.0.1:1")
+    own = ("--model.dtype", "float16", "--loss.clip-high", "0.5", "--model.activation-tile-tokens")
+    code, output = await run_ranks(config, 2, followers_own=(*own, "16384"))
+    assert code != 0
+    told = (
+        "process 1 of the trainer has other settings than the one that leads; got model.dtype"
+        " float16, loss.clip_high 0.5; allowed: model.dtype float64, loss.clip_high 0.28;"
+    )
+    # Both say it: whose log is read first is the reader's choice.
+    assert output.count(f"octopus trainer: {told}") == 2
