@@ -136,6 +136,19 @@ class VllmOptions(Options):
     versions; calls wait for it, and threads go on. Past it the service ends."""
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds over which those restarts are counted."""
+
+    @field_validator("hang_timeout_s")
+    @classmethod
+    def _check_hang_timeout(cls, seconds: float) -> float:
+        if 0 < seconds < 1:
+            raise ConfigError(
+                "engine.vllm.hang_timeout_s is less than an answer takes",
+                value=seconds,
+                limit="1 or more, 0 for ever",
+                remedy="give it more than the longest step takes",
+            )
+        return seconds
+
     arguments: dict[str, JsonValue] = {}
     """Further engine arguments of vLLM by its own names, as {attention_backend = "TRITON_ATTN"};
     what has a setting here, or is the service's to decide, is refused."""

@@ -53,6 +53,7 @@ def test_defaults_are_those_of_the_design() -> None:
         (("--engine.vllm.page-tokens", "40"), "engine.vllm.page_tokens is not valid"),
         (("--engine.vllm.gpu-memory-fraction", "1.5"), "engine.vllm.gpu_memory_fraction is not"),
         (("--engine.vllm.max-lora-rank", "1024"), "engine.vllm.max_lora_rank is not valid"),
+        (("--engine.vllm.hang-timeout-s", "1e-9"), "engine.vllm.hang_timeout_s is less than an"),
         (("--engine.vllm.max-loras", "2"), "unknown configuration key engine.vllm.max_loras"),
         *(
             (("--engine.vllm.arguments", f"{{{name} = 1}}"), f"engine.vllm.arguments.{name} is the")
