@@ -302,6 +302,32 @@ def test_only_a_few_begin_before_it_is_known_what_they_take() -> None:
     assert forecast.expected_size(trees) == 250
 
 
+def test_a_pool_that_evicts_is_not_learned_from() -> None:
+    held = [footprint(100_000) for _ in range(6)]
+    forecast = settled(200_000, held)
+    before = forecast.peak_use(pool(600_000, 1_000_000), held)
+    for _ in range(20):
+        # What is missing may have been evicted.
+        forecast.ending(pool(960_000, 1_000_000), [footprint(400_000) for _ in range(6)])
+    assert forecast.peak_use(pool(600_000, 1_000_000), held) == before
+
+
+def test_what_is_taken_now_counts_where_more_is_than_was_expected() -> None:
+    held = [footprint(1_000)]
+    forecast = settled(1_000, held)
+    assert forecast.peak_use(pool(800_000, 1_000_000), held) >= 0.8
+
+
+def test_little_is_not_learned_from_while_it_grows() -> None:
+    begun = [footprint(20_000)]
+    forecast = settled(100_000, begun)
+    before = forecast.peak_use(pool(20_000, 1_000_000), begun)
+    for _ in range(20):
+        # As much again is being computed.
+        forecast.peak_use(pool(40_000, 1_000_000), begun)
+    assert forecast.peak_use(pool(20_000, 1_000_000), begun) == before
+
+
 async def test_a_burst_of_openings_waits_for_what_the_first_will_take() -> None:
     engine = ScriptedEngine()
     engine.kv_use = 0.0
