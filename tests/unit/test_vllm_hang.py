@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -67,12 +68,14 @@ async def test_no_answer_is_told_once_and_ends_the_watch() -> None:
     assert time.monotonic() - began_s > TIMEOUT_S
 
 
-async def test_late_answers_and_errors_are_answers() -> None:
+async def test_late_answers_and_errors_are_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def answer(number: int) -> None:
         await asyncio.sleep(TIMEOUT_S / 4)
         raise RuntimeError(f"refused {number}")
 
     assert not await watched(answer, num_asked=4)
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_a_watcher_that_was_held_up_itself_waits_again(

@@ -55,10 +55,3 @@ class HangWatch:
             return asked.done()
         finally:
             asked.cancel()
-            asked.add_done_callback(_take)
-
-
-def _take(asked: asyncio.Future[object]) -> None:
-    """An error that nobody looks at would be logged."""
-    if not asked.cancelled():
-        asked.exception()
