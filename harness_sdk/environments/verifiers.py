@@ -137,6 +137,10 @@ class VerifiersRunner:
                     await self._begin_group(tasks, task)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
+        finally:
+            for each in self.groups:
+                if not each.is_complete:
+                    await self._permits.end(each.group_id)
         return self.groups
 
     def _wanted(self) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from harness_sdk.environments.verifiers import (
     load_environment,
 )
 from harness_sdk.errors import ConfigError, ServiceError
+from harness_sdk.permits import NoPermits
 from harness_sdk.runner import GroupOutcome
 from rollout_service.access import Access
 from tests.service.openai_service import Endpoint, endpoint
@@ -86,6 +87,35 @@ async def test_a_failed_episode_carries_no_reward(environment: Any) -> None:
     (outcome,) = group.episodes
     assert outcome.reward is None and outcome.error
     assert group.rewards == []
+
+
+class NotedPermits(NoPermits):
+    """Groups that took a permit, and those of which it was said that they run no more."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.ended: list[str] = []
+
+    async def take(self, group_id: str) -> None:
+        self.taken.append(group_id)
+
+    async def end(self, group_id: str) -> None:
+        self.ended.append(group_id)
+
+
+async def test_groups_that_are_cut_off_run_no_more(environment: Any) -> None:
+    permits = NotedPermits()
+    async with endpoint(lambda text: "6" if "3 + 3" in text else None) as service:
+        playing = options(service, group_size=1)
+        runner = VerifiersRunner(environment, playing, permits=permits)
+        task = asyncio.create_task(runner.run())
+        async with asyncio.timeout(60):
+            while len(permits.ended) < 1 or service.scripted.running_turns < 1:
+                await asyncio.sleep(0.01)
+        assert len(permits.taken) == 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert permits.ended == permits.taken
 
 
 async def test_a_reward_outside_the_declared_range_names_it(environment: Any) -> None:
