@@ -140,6 +140,15 @@ def episode_flops(record: EpisodeRecord, cost: ModelCost) -> float:
     )
 
 
+def path_lengths(record: EpisodeRecord) -> list[int]:
+    """Tokens of each root-to-leaf path, in the order of the leaves."""
+    until: dict[int, int] = {}
+    parents = {node.parent for node in record.nodes}
+    for node in record.nodes:
+        until[node.node_id] = until.get(node.parent, 0) + len(node.token_ids)
+    return [until[node.node_id] for node in record.nodes if node.node_id not in parents]
+
+
 def new_mounts(node: Node, parent: Node | None) -> tuple[MountSpan, ...]:
     """The spans that became visible with `node`."""
     inherited = parent.mounts if parent is not None else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness_sdk.measures import path_lengths
 from harness_sdk.record import EpisodeRecord, NodeKind
 from trainer_service.feed import Batch
 from trainer_service.figures import StripFigures
@@ -77,12 +78,3 @@ def _tree_figures(records: Sequence[EpisodeRecord]) -> dict[str, float]:
         found[f"{name}_mean"] = sum(each) / max(len(each), 1)
         found[f"{name}_max"] = float(max(each, default=0))
     return found
-
-
-def path_lengths(record: EpisodeRecord) -> list[int]:
-    """Tokens of each root-to-leaf path, in the order of the leaves."""
-    until: dict[int, int] = {}
-    parents = {node.parent for node in record.nodes}
-    for node in record.nodes:
-        until[node.node_id] = until.get(node.parent, 0) + len(node.token_ids)
-    return [until[node.node_id] for node in record.nodes if node.node_id not in parents]

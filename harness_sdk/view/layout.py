@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from harness_sdk.measures import new_mounts
 from harness_sdk.record import EpisodeRecord, MountSpan, Node, ThreadSummary
 
 GUTTER = 172.0
@@ -109,7 +110,7 @@ class _Rows:
 def lay_out(record: EpisodeRecord) -> Layout:
     """Place the nodes of `record`."""
     nodes = {node.node_id: node for node in record.nodes}
-    mounts = new_mounts(record)
+    mounts = mounts_made(record)
     xs = _columns(record.nodes, nodes, mounts)
     extent = max((xs[node.node_id] + _width(node) for node in record.nodes), default=0.0)
     stretch = min(max((_SCREEN_WIDTH - GUTTER) / max(extent, 1.0), 1.0), _MAX_STRETCH)
@@ -143,17 +144,15 @@ def lay_out(record: EpisodeRecord) -> Layout:
     )
 
 
-def new_mounts(record: EpisodeRecord) -> dict[int, tuple[MountSpan, ...]]:
+def mounts_made(record: EpisodeRecord) -> dict[int, tuple[MountSpan, ...]]:
     """By node id, the spans that the node sees and its parent does not."""
     nodes = {node.node_id: node for node in record.nodes}
-    found: dict[int, tuple[MountSpan, ...]] = {}
-    for node in record.nodes:
-        parent = nodes.get(node.parent)
-        seen = parent.mounts if parent is not None else ()
-        found[node.node_id] = tuple(
-            mount for mount in node.mounts if mount not in seen and mount.node_id in nodes
+    return {
+        node.node_id: tuple(
+            span for span in new_mounts(node, nodes.get(node.parent)) if span.node_id in nodes
         )
-    return found
+        for node in record.nodes
+    }
 
 
 def _width(node: Node) -> float:

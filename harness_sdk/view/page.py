@@ -12,8 +12,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from harness_sdk.measures import path_lengths
 from harness_sdk.record import EpisodeRecord
-from harness_sdk.view.layout import new_mounts
+from harness_sdk.view.layout import mounts_made
 from harness_sdk.view.nodes import Detokenize, node_facts, node_tokens
 from harness_sdk.view.shading import k3
 from harness_sdk.view.svg import STYLE, episode_svg
@@ -66,8 +67,8 @@ def episode_facts(
     versions = sorted({node.policy_version for node in record.nodes if any(node.sampled)})
     # Recorded runs whose log-probabilities nobody kept hold zeros.
     logprobs = [lp for node in record.nodes for lp in node.sampled_logprobs if lp]
-    flat = flat_tokens(record)
-    mounted = sum(m.end - m.begin for spans in new_mounts(record).values() for m in spans)
+    flat = sum(path_lengths(record))
+    mounted = sum(m.end - m.begin for spans in mounts_made(record).values() for m in spans)
     facts = [
         ("reward", "none" if record.reward is None else f"{record.reward:g}"),
         ("stop reason", record.stop_reason),
@@ -87,18 +88,6 @@ def episode_facts(
     if policy_logprobs is not None:
         facts.append(("KL", f"{_mean_kl(record, policy_logprobs):.3g}"))
     return facts
-
-
-def flat_tokens(record: EpisodeRecord) -> int:
-    """Tokens of every root-to-leaf path, each path whole."""
-    parents = {node.parent for node in record.nodes}
-    ends: dict[int, int] = {-1: 0}
-    total = 0
-    for node in record.nodes:
-        ends[node.node_id] = ends.get(node.parent, 0) + len(node.token_ids)
-        if node.node_id not in parents:
-            total += ends[node.node_id]
-    return total
 
 
 def _mean_kl(record: EpisodeRecord, policy_logprobs: Mapping[int, Sequence[float]]) -> float:

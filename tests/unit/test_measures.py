@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness_sdk.measures import EpisodeMeasures, critical_path, mean_measures, measure
+from harness_sdk.measures import (
+    EpisodeMeasures,
+    critical_path,
+    mean_measures,
+    measure,
+    path_lengths,
+)
 from harness_sdk.model_cost import ModelCost
 from harness_sdk.record import EpisodeRecord, MountSpan, Node, NodeKind, ThreadSummary
+from tests.branching import branching_record
 from tests.random_records import RecordWriter, random_record
 
 COST = ModelCost(weights=50, head_weights=9, attention_layers=2, attention_width=4, recurrent=3)
@@ -251,3 +258,18 @@ def test_a_single_thread_waits_for_all_of_itself(seed: int) -> None:
     found = measure(writer.record())
     assert found.critical_path == found.generated
     assert found.surviving_context == found.explored_context, "no node is flagged here"
+
+
+def test_path_lengths_are_those_of_each_walk_from_a_leaf_to_the_root() -> None:
+    record = branching_record()
+    by_id = {node.node_id: node for node in record.nodes}
+    lengths: list[int] = []
+    for node in record.nodes:
+        if any(other.parent == node.node_id for other in record.nodes):
+            continue
+        walk, at = 0, by_id.get(node.node_id)
+        while at is not None:
+            walk, at = walk + len(at.token_ids), by_id.get(at.parent)
+        lengths.append(walk)
+    assert len(lengths) > 2
+    assert path_lengths(record) == lengths

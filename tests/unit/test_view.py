@@ -16,7 +16,6 @@ from harness_sdk import control
 from harness_sdk.cli.__main__ import main
 from harness_sdk.record import (
     EpisodeRecord,
-    Node,
     ThreadSummary,
     record_to_bytes,
 )
@@ -25,7 +24,6 @@ from harness_sdk.trajectories.tokenizers import ByteTokenizer
 from harness_sdk.view import episode_html, episode_png, episode_svg
 from harness_sdk.view.layout import lay_out
 from harness_sdk.view.nodes import text_pieces
-from harness_sdk.view.page import flat_tokens
 from harness_sdk.view.shading import k3, stripes, token_shades
 from tests.branching import EVIL, branching_record
 from tests.valkey import embedded_valkey
@@ -170,20 +168,6 @@ def test_characters_of_several_tokens_are_shown_whole() -> None:
     assert len(pieces) == len(ids)
     assert "".join(pieces) == "né€😀x"
     assert "".join(text_pieces([0xFF, 65, 0xC3], DECODE)) == "\ufffdA\ufffd"
-
-
-def test_flat_tokens_count_every_path() -> None:
-    record = branching_record()
-    by_id = {node.node_id: node for node in record.nodes}
-    total = 0
-    for node in record.nodes:
-        if any(other.parent == node.node_id for other in record.nodes):
-            continue
-        at: Node | None = node
-        while at is not None:
-            total += len(at.token_ids)
-            at = by_id.get(at.parent)
-    assert flat_tokens(record) == total
 
 
 def test_png_has_the_picture_in_it(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from harness_sdk.errors import EpisodeNotFound, ProtocolError
+from harness_sdk.measures import path_lengths
 from harness_sdk.record import EpisodeRecord, record_from_bytes
-from harness_sdk.view.layout import new_mounts
-from harness_sdk.view.page import flat_tokens
+from harness_sdk.view.layout import mounts_made
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Compressed records that are kept; about 250 episodes of 50,000 tokens."""
@@ -48,7 +48,7 @@ class EpisodeRow:
 
 def episode_row(entry_id: str, record: EpisodeRecord) -> EpisodeRow:
     """The figures of `record`."""
-    mounts = new_mounts(record)
+    mounts = mounts_made(record)
     return EpisodeRow(
         entry_id=entry_id,
         episode_id=record.episode_id,
@@ -63,7 +63,7 @@ def episode_row(entry_id: str, record: EpisodeRecord) -> EpisodeRow:
         num_rewinds=sum(thread.num_rewinds for thread in record.threads),
         num_mounted=sum(span.end - span.begin for spans in mounts.values() for span in spans),
         num_tokens=record.num_tokens,
-        num_flat=flat_tokens(record),
+        num_flat=sum(path_lengths(record)),
         num_sampled=record.num_sampled,
         versions=tuple(sorted({n.policy_version for n in record.nodes if any(n.sampled)})),
         opened_at_s=record.opened_at_s,
