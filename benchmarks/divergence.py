@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.tree_training.trees import without_mounts
 from examples.deep_search.corpus import shipped_passages
 from harness_sdk import OctopusClient, SamplingOptions
 from harness_sdk.cli.demo.task import draw_tasks
@@ -102,7 +102,7 @@ def _row(
         sampled.append(strip.sampled_logprobs)
         reads.append(_reads(strip, record))
     recorded, reading = torch.cat(sampled), torch.cat(reads)
-    dropped = _computed(policy, [_without_mounts(record) for record in records])
+    dropped = _computed(policy, [without_mounts(record) for record in records])
     return {
         "model": Path(args.model).name,
         "dtype": policy.dtype,
@@ -245,10 +245,6 @@ def _reads(strip: Strip, record: EpisodeRecord) -> torch.Tensor:
         for _ in nodes[node_id].token_ids
     ]
     return torch.tensor(rows)[strip.action_row]
-
-
-def _without_mounts(record: EpisodeRecord) -> EpisodeRecord:
-    return replace(record, nodes=tuple(replace(node, mounts=()) for node in record.nodes))
 
 
 def _write(path: Path, figures: dict[str, Any]) -> None:
