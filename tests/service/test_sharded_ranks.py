@@ -163,7 +163,7 @@ def _overflowing(record: EpisodeRecord, by: float) -> EpisodeRecord:
 
 @pytest.mark.parametrize(
     ("sharding", "loud", "by", "num_skipped"),
-    [("none", 0, 4.0, 0), ("fsdp", 1, 4.0, 0), ("none", 1, 20.0, 1), ("fsdp", 0, 20.0, 1)],
+    [("fsdp", 0, 4.0, 0), ("none", 1, 20.0, 1)],
 )
 def test_ranks_agree_on_a_float16_step_where_one_alone_overflows(
     tmp_path: Path, model: Path, sharding: str, loud: int, by: float, num_skipped: int
