@@ -146,6 +146,30 @@ async def test_an_adapter_of_too_high_a_rank_is_refused(served: Served, tmp_path
         await served.engine.load_adapter(2, str(tmp_path))
 
 
+async def test_a_load_that_is_cancelled_leaves_no_slot_taken(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(tmp_path, served.folder, served.family)
+    llm = served.engine._supervisor.newest.builder.client._llm
+    sent, add_lora = asyncio.Event(), llm.add_lora
+
+    async def adding(request: object) -> object:
+        sent.set()
+        return await add_lora(request)
+
+    monkeypatch.setattr(llm, "add_lora", adding)
+    loading = asyncio.create_task(served.engine.load_adapter(2, str(tmp_path)))
+    await sent.wait()
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    # Comes after the load, and after what takes it back.
+    await asyncio.sleep(0)
+    assert not await llm.engine_core.call_utility_async("list_loras")
+    await served.engine.load_adapter(2, str(tmp_path))
+    assert await served.engine.adapter_checksums(2)
+
+
 async def test_only_decoder_layers_hold_adapters(served: Served) -> None:
     client = served.engine._supervisor.newest.builder.client
     targets = client._llm.vllm_config.lora_config.target_modules

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import itertools
 import pickle
@@ -12,10 +14,12 @@ from typing import Any
 from harness_sdk.errors import (
     AdapterError,
     ConfigError,
+    HarnessError,
     InvalidRequest,
     Unavailable,
 )
 from harness_sdk.types import FinishReason, StructuredOutput
+from rollout_service.background import Background
 from rollout_service.engine.vllm.gate import call_number
 from rollout_service.engine.vllm.lora import LoraSpec
 from rollout_service.engine.vllm.plan import EXTRA_ARG, AttachPlan
@@ -68,6 +72,7 @@ class CoreClient:
         self._num_evicted = 0
         """Evictions heard of."""
         self._numbers = itertools.count(1)
+        self._background = Background()
         self.use = PoolUse()
 
     @property
@@ -210,6 +215,10 @@ class CoreClient:
         )
         try:
             await self._process.answer(self._llm.add_lora(request))
+        except asyncio.CancelledError:
+            # The core loads it all the same, into a slot that nobody would know of.
+            self._background.begin(self._take_back_lora(version))
+            raise
         except Unavailable:
             raise
         except Exception as error:
@@ -219,6 +228,10 @@ class CoreClient:
     async def unload_lora(self, version: int) -> None:
         """Free a version's buffers."""
         await self._process.answer(self._llm.remove_lora(version))
+
+    async def _take_back_lora(self, version: int) -> None:
+        with contextlib.suppress(HarnessError):
+            await self.unload_lora(version)
 
     async def hash_lora(self, version: int, specs: Sequence[LoraSpec]) -> None:
         """Begin to hash a version's serving buffers as they are now; steps go on meanwhile."""
