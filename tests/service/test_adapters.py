@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import rollout_service.adapters
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from harness_sdk.errors import EngineError
 from rollout_service.adapters import Adapters
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.stream import EpisodeStream
@@ -270,6 +271,24 @@ async def test_adapter_that_the_disk_cannot_take_is_refused_and_the_next_one_ser
     assert not (replica.folder / "cache" / "version-1").exists()
     state = await replica.adapters.apply(replica.announce(2, replica.adapter(1)))
     assert (state.versions, state.error) == ((0, 2), "")
+
+
+async def test_version_that_cannot_be_proved_is_unloaded(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = replica.adapter(1)
+
+    async def failing(version: int) -> dict[str, str]:
+        raise EngineError(f"cannot read version {version} back")
+
+    monkeypatch.setattr(replica.engine, "adapter_checksums", failing)
+    state = await replica.adapters.apply(replica.announce(1, folder))
+    assert (state.versions, state.error) == ((0,), "cannot read version 1 back")
+    assert not (replica.folder / "cache" / "version-1").exists()
+    monkeypatch.undo()
+    # The same version, which the engine would refuse if it had it still.
+    state = await replica.adapters.apply(replica.announce(1, folder))
+    assert (state.versions, state.error) == ((0, 1), "")
 
 
 async def test_version_without_a_slot_waits_until_one_frees(replica: Replica) -> None:

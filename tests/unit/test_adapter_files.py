@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import AdapterError
+from rollout_service import adapter_files
 from rollout_service.adapter_files import check_files, copy_adapter, shared_folder
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -52,6 +53,15 @@ def test_a_good_adapter_passes(tmp_path: Path) -> None:
     check(target)
     with pytest.raises(AdapterError, match=f"too large.*{size - 1} bytes"):
         copy_adapter(1, source, target, size - 1)
+
+
+def test_more_bytes_than_a_file_has_at_first_are_counted_too(tmp_path: Path) -> None:
+    # A pipe has none at first, as a file that is still written.
+    reader, writer = os.pipe()
+    os.write(writer, b"12345")
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert adapter_files._copy(file, tmp_path / "copy", 4) is None
 
 
 def test_an_address_leads_to_the_runs_folder_alone(tmp_path: Path) -> None:
