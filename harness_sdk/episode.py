@@ -8,8 +8,9 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 from harness_sdk import _channel, _wire, tracing
 from harness_sdk._channel import Rpc
@@ -384,14 +385,16 @@ def episode_options(
 
 def _check_limits(limits: Limits) -> None:
     for each in fields(limits):
-        value: int | None = getattr(limits, each.name)
-        # The wire spells "the service's default" as 0 in the others.
+        value: Any = getattr(limits, each.name)
+        # The wire spells "the service's default" as 0 in the others, and has 32 bits.
         least = 0 if each.name in ("max_depth", "max_threads") else 1
-        if value is not None and value < least:
+        if value is not None and not (
+            isinstance(value, SupportsIndex) and least <= index(value) < 2**32
+        ):
             raise InvalidRequest(
-                f"limit {each.name} is too small",
-                value=value,
-                limit=f"{least} or more",
+                f"limit {each.name} cannot be used",
+                value=repr(value),
+                limit=f"a whole number from {least} to {2**32 - 1}",
                 remedy="leave it out for the service's default",
             )
 

@@ -28,6 +28,9 @@ from rollout_service.engine.vllm.release import require_vllm
 ADDRESS_FILE = "address"
 """File in a replica's folder that says where it listens, while it does."""
 
+_MAX_COUNT = 2**32 - 1
+"""Of an episode's limits, which its opening tells in 32 bits."""
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _SETTINGS_OF_ARGUMENTS = {
@@ -244,7 +247,7 @@ class OpenAIOptions(Options):
     idle_s: float = Field(default=900.0, gt=0)
     """Seconds without a request after which a session is closed without a reward; until then it
     holds its room in the pool and its policy version."""
-    max_threads: int = Field(default=100, ge=0)
+    max_threads: int = Field(default=100, ge=0, le=_MAX_COUNT)
     """Branches of a session: an agent that edits its history needs one for each edit."""
 
 
@@ -255,11 +258,11 @@ class LimitOptions(Options):
     """Tokens that a thread may append; inherited prefix and mounts are free."""
     answer_reserve: int = Field(default=2_048, ge=0)
     """Tokens of the budget that only `done` may use."""
-    max_threads: int = Field(default=10, ge=0)
+    max_threads: int = Field(default=10, ge=0, le=_MAX_COUNT)
     """Children of an episode."""
-    max_depth: int | None = Field(default=None, ge=1)
+    max_depth: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     """Forks below the root; unset is no limit."""
-    max_turns: int = Field(default=50, ge=1)
+    max_turns: int = Field(default=50, ge=1, le=_MAX_COUNT)
     """Model turns of a thread."""
     admission_kv_use: float = Field(default=0.75, gt=0, le=1)
     """New episodes wait while more of the pool than this is taken."""

@@ -71,6 +71,15 @@ def test_defaults_are_those_of_the_design() -> None:
         (("--server.tls-cert", "a.pem"), "server.tls_cert and server.tls_key go together"),
         (("--server.tls-client-ca", "a.pem"), "server.tls_client_ca needs server.tls_cert"),
         (("--server.host", "0.0.0.0"), "server.host is open to others without server.token"),
+        *(
+            ((f"--{key.replace('_', '-')}", "4294967296"), f"{key} is not valid")
+            for key in (
+                "limits.max_turns",
+                "limits.max_threads",
+                "limits.max_depth",
+                "openai.max_threads",
+            )
+        ),
         (("--limits.thread-budget", "2048"), "limits.answer_reserve leaves nothing"),
         (("--adapters.max-versions", "1"), "adapters.max_versions is not valid"),
         (("--run", "a/b"), "run is not valid"),

@@ -235,7 +235,10 @@ async def test_admission_has_its_deadline(server: ScriptedServer, address: str) 
     [
         ({"primitives": ("clone",)}, "clone"),
         ({"version_policy": "newest"}, "keep, refresh"),
-        ({"limits": Limits(max_threads=-1)}, "0 or more"),
+        ({"limits": Limits(max_threads=-1)}, "from 0 to 4294967295"),
+        ({"limits": Limits(max_turns=2**32)}, "max_turns cannot be used; got 4294967296"),
+        ({"limits": Limits(max_turns=1.5)}, r"got 1\.5; allowed: a whole number"),  # type: ignore[arg-type]
+        ({"limits": Limits(max_turns="9")}, "got '9'"),  # type: ignore[arg-type]
         ({"limits": Limits(thread_budget=-5)}, "-5"),
     ],
 )
