@@ -43,7 +43,7 @@ class LoraSettings(Options):
 
     rank: int = Field(default=16, ge=1)
     """Rank of every pair."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """Scale is alpha / rank."""
     targets: tuple[str, ...] | None = None
     """Names of the linear layers; unset takes the family's list."""
@@ -98,7 +98,7 @@ class LossOptions(Options):
     """Ratios below 1 - clip_low earn no further gain."""
     clip_high: float = Field(default=0.28, gt=0)
     """Ratios above 1 + clip_high earn no further gain."""
-    constant_length: float | None = Field(default=None, gt=0)
+    constant_length: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Tokens that dag_grpo divides an episode's sum by, as in Dr. GRPO; unset is the episode's own
     number of sampled tokens."""
     importance_cap: float | None = Field(default=None, gt=0)
@@ -111,24 +111,24 @@ class LossOptions(Options):
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """Whose weight a token has: its own, the product over its episode's sampled tokens, or that
     product's geometric mean."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Penalty on KL(policy || base model), which costs a second forward, the adapter off."""
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Bonus on the entropy of each sampled token's distribution."""
 
 
 class OptimOptions(Options):
     """AdamW and its schedule."""
 
-    lr: float = Field(default=1e-5, ge=0)
+    lr: float = Field(default=1e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate; 0 publishes the same weights again and again."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled decay of the adapter's weights."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this L2 norm."""

@@ -67,6 +67,10 @@ def test_trainer_config_takes_every_objective(objective: str) -> None:
             ("--optim.schedule", "linear", "--max-steps", "5", "--optim.warmup-steps", "5"),
             "below 5",
         ),
+        *(
+            ((f"--{key}", "inf"), f"{key} is not valid; got 'inf'; allowed: a finite number")
+            for key in ("optim.lr", "optim.eps", "lora.alpha", "loss.kl_coef")
+        ),
         (("--ranks.sharding", "ddp"), "'none' or 'fsdp'"),
         (("--batch.groups-per-stp", "1"), "did you mean batch.groups_per_step"),
     ],
