@@ -22,7 +22,7 @@ import torch
 from tests.tree_cases import TreeCase, poisoned_empty, random_case, relative_rms, strip_order
 from tree_kernels.attention import groups
 from tree_kernels.attention.calls import Call, plan_calls
-from tree_kernels.layout import parts
+from tree_kernels.layout import AttentionParts, Grid
 
 Tensors = dict[str, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -178,6 +178,32 @@ def changed_rows(
     }
 
 
+def spoilt_rows(
+    attend: Attend, case: AttentionCase, node: int, device: str, dtype: torch.dtype
+) -> dict[str, list[int]]:
+    """Rows that are NaN or infinite where a leaf's inputs and its output's gradient are, of all but
+    what this leaf's rows see."""
+    leaves = inputs_of(case, device, dtype)
+    starts = np.cumsum([0, *case.tree.lengths])
+    rows = slice(int(starts[node]), int(starts[node + 1]))
+    with torch.no_grad():
+        for each, value in zip(leaves.values(), (torch.nan, torch.inf, torch.nan), strict=True):
+            each[rows] = value
+    out = attend(*leaves.values())
+    d_out = torch.ones_like(out)
+    d_out[rows] = torch.nan
+    grads = torch.autograd.grad(out, list(leaves.values()), d_out)
+    found = {"out": out, **dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))}
+    spoilt = {name: ~each.isfinite().flatten(1).all(1).cpu() for name, each in found.items()}
+    assert all(bool(each[rows].all()) for each in spoilt.values())
+    seen = visible(case)[rows].any(0)
+    for name in ("d_key", "d_value"):
+        spoilt[name] &= ~seen
+    for each in spoilt.values():
+        each[rows] = False
+    return {name: each.nonzero()[:, 0].tolist() for name, each in spoilt.items()}
+
+
 class HostLibrary:
     """A library for plans of calls whose sequences PyTorch's kernel for the CPU computes."""
 
@@ -236,36 +262,36 @@ class HostLibrary:
         return scores
 
 
+SHORT_GRID = Grid(step=4, digits=2)
+
+
 @contextmanager
-def padding() -> Iterator[None]:
-    """Long parts have padding to lengths of two binary digits; small ones of a leaf are fused."""
-    settings = {
-        "EXACT_FORWARD": True,
-        "PADDED": True,
-        "FUSED": True,
-        "_PADDED_BITS": 2,
-        "_MOST_SQUARE": 16,
-        "_MOST_ROWS": 40,
-    }
+def short_lengths() -> Iterator[None]:
+    """Padding and pieces for parts of some rows: lengths of two binary digits."""
+    settings = {"_DIGITS": 2, "_PADDED_DIGITS": 2, "_MOST_KEYS": 16, "_MOST_ROWS": 40}
     with ExitStack() as stack:
         for name, value in settings.items():
             stack.enter_context(patch.object(groups, name, value))
-        stack.enter_context(patch.object(parts, "KEY_STEP", 4))
-        stack.enter_context(patch.object(parts, "KEY_BITS", 2))
         yield
 
 
+def device_parts(case: AttentionCase, *, short: bool) -> AttentionParts:
+    """What a GPU computes; on a grid that is `short` enough for trees of some rows."""
+    grid = SHORT_GRID if short else groups.grid_of(groups.PIECE_ROWS)
+    return case.tree.layout.parts(mounted=case.mounted, grid=grid)
+
+
 def planned(
-    case: AttentionCase, lone: bool, piece_rows: int | None = None, padded: bool = False
+    case: AttentionCase, lone: bool, piece_rows: int | None = None, short: bool = False
 ) -> Attend:
     """The product's path for a GPU with libraries of the CPU; its kernels need the interpreter."""
     from tree_kernels.attention.device import run_plan
 
     total = case.num_tokens
     width = case.query_heads * case.dim
-    with padding() if padded else nullcontext():
+    with short_lengths() if short else nullcontext():
         plan = plan_calls(
-            case.tree.layout.parts(mounted=case.mounted),
+            device_parts(case, short=short),
             total,
             total,
             torch.device("cpu"),
@@ -279,12 +305,13 @@ def planned(
 
 GROUPINGS = {
     "batched": (False,),
-    "lone": (True, 1),
-    "fused": (False, None, True),
+    "batched on a grid": (False, None, True),
+    "lone": (True,),
+    "exact": (True, 1),
     "padded": (True, 1, True),
 }
 """Whether long parts are calls of their own, the shortest piece that backward cuts off, and whether
-long parts have padding and small ones are fused."""
+lengths are few."""
 
 INTERPRETED = {
     "one_row": CASES["one_row"],
@@ -298,6 +325,7 @@ INTERPRETED = {
 def main() -> None:
     """Print what the kernels in the interpreter find, in float32 on the CPU."""
     star = AttentionCase(tree=_star(7, 3, 5))
+    comb = AttentionCase(tree=_comb(4, 3))
     with poisoned_empty():
         report = {
             "errors": {
@@ -305,7 +333,11 @@ def main() -> None:
                 for name, case in INTERPRETED.items()
                 for grouping, how in GROUPINGS.items()
             },
-            "changed": changed_rows(planned(star, True, 1), star, "cpu", torch.float32),
+            "changed": changed_rows(planned(star, True, 1, True), star, "cpu", torch.float32),
+            "spoilt": [
+                spoilt_rows(planned(comb, True, 1, True), comb, leaf, "cpu", torch.float32)
+                for leaf in (4, 5, 6)
+            ],
         }
     json.dump(report, sys.stdout)
 

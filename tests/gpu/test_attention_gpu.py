@@ -20,12 +20,13 @@ from tests.attention_cases import (
     errors_of,
     inputs_of,
     outputs_and_gradients,
+    spoilt_rows,
 )
 from tests.tree_cases import TreeCase, poisoned_empty, relative_rms
 from tree_kernels.attention import groups, tree_attention
 from tree_kernels.attention.libraries import CutCudnn, Efficient, Flash
 from tree_kernels.attention.self_test import batch_library, lone_library
-from tree_kernels.layout import PieceLayout, cut_pieces, parts
+from tree_kernels.layout import PieceLayout, cut_pieces
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +64,7 @@ def test_fast_libraries_pass_their_self_test() -> None:
             assert lone_library(device, torch.bfloat16, *heads, dim) is CutCudnn
 
 
-def test_the_first_call_may_be_in_a_checkpointed_layer() -> None:
+def test_the_first_call_may_be_in_a_checkpointed_layer(short_pieces: None) -> None:
     batch_library.cache_clear()
     lone_library.cache_clear()
     case = wide("random_200", 64)
@@ -114,28 +115,76 @@ def test_lone_calls_equal_the_dense_mask(
     assert too_wrong(wide(name, dim), torch.bfloat16) == {}
 
 
-@pytest.mark.parametrize("dim", HEADS)
-@pytest.mark.parametrize("name", ["lengths", "random_500", "one_node_1000"])
-def test_plans_of_exact_lengths_equal_the_dense_mask(
-    name: str, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups, "LONE_FLOPS", 1e6)
-    monkeypatch.setattr(groups, "PIECE_ROWS", 32)
-    assert too_wrong(wide(name, dim), torch.bfloat16) == {}
-
-
-@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", HEADS)
 @pytest.mark.parametrize("name", ["lengths", "nested_mounts", "random_500", "one_node_1000"])
-def test_padding_and_fused_sequences_equal_the_dense_mask(
-    name: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_padding_and_exact_lengths_equal_the_dense_mask(
+    name: str, dim: int, dtype: torch.dtype, short_pieces: None
 ) -> None:
-    settings = {"EXACT_FORWARD": True, "PADDED": True, "FUSED": True, "_BITS": 4}
-    for setting, value in {**settings, "LONE_FLOPS": 1e7, "PIECE_ROWS": 32}.items():
-        monkeypatch.setattr(groups, setting, value)
-    monkeypatch.setattr(parts, "KEY_STEP", 32)
-    monkeypatch.setattr(parts, "KEY_BITS", 4)
     assert too_wrong(wide(name, dim), dtype) == {}
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on their own, padding and exact lengths for parts of some rows."""
+    monkeypatch.setattr(groups, "LONE_FLOPS", 1e6)
+    monkeypatch.setattr(groups, "PIECE_ROWS", 32)
+
+
+@pytest.mark.parametrize("dim", HEADS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"LONE_FLOPS": 1e6}, {"LONE_FLOPS": 1e6, "PIECE_ROWS": 32}],
+    ids=["batches", "rounded", "exact"],
+)
+def test_padding_that_is_nan_or_infinite_never_shows(
+    settings: dict[str, float], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setattr(groups, name, value)
+    # A chain of 4 nodes and 3 leaves, each but the last with rows of another behind it.
+    tree = TreeCase([-1, 0, 1, 2, 2, 1, 0], [70, 65, 90, 75, 61, 83, 97], [[]] * 7)
+    query_heads, heads = HEADS[dim]
+    case = AttentionCase(tree=tree, query_heads=query_heads, heads=heads, dim=dim)
+    attend = partial(product(case), scale=dim**-0.5)
+    for leaf in (4, 5, 6):
+        spoilt = spoilt_rows(attend, case, leaf, "cuda", torch.bfloat16)
+        assert spoilt == {"out": [], "d_query": [], "d_key": [], "d_value": []}
+
+
+def test_side_streams_wait_for_inputs_and_for_readers_of_results(short_pieces: None) -> None:
+    # 0.1 s in which nothing that is asked for afterwards may run.
+    late = 200_000_000
+    case = wide("random_500", 256)
+    attend, leaves = product(case), inputs_of(case, "cuda", torch.bfloat16)
+    wanted = outputs_and_gradients(attend(*leaves.values()), leaves)
+    upstream = torch.randn(wanted["out"].shape, generator=torch.Generator().manual_seed(3))
+    d_out = upstream.to("cuda", torch.bfloat16)
+    torch.cuda.synchronize()
+    mains, found = [torch.cuda.Stream() for _ in range(2)], []
+    # The passes share side streams, and with them the memory of results.
+    for main in mains * 2:
+        with torch.cuda.stream(main):
+            own = {name: torch.zeros_like(each).requires_grad_() for name, each in leaves.items()}
+            given = torch.zeros_like(d_out)
+            torch.cuda._sleep(late)
+            with torch.no_grad():
+                for name, each in leaves.items():
+                    own[name].copy_(each)
+            out = attend(*own.values())
+            torch.cuda._sleep(late)
+            given.copy_(d_out)
+            grads = torch.autograd.grad(out, list(own.values()), given)
+            with torch.no_grad():
+                for each in (*own.values(), given):
+                    each.fill_(torch.nan)
+            names = [f"d_{name}" for name in leaves]
+            found.append({"out": out.detach(), **dict(zip(names, grads, strict=True))})
+    torch.cuda.synchronize()
+    for each in found:
+        for name in ("out", "d_key", "d_value"):
+            assert torch.equal(each[name], wanted[name]), name
+        assert relative_rms(each["d_query"], wanted["d_query"]) <= 1e-3
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tree_cases import TreeCase, random_case, strip_order
-from tree_kernels.layout import AttentionParts, TreeLayout, heavy_first_order
+from tree_kernels.layout import AttentionParts, Grid, TreeLayout, heavy_first_order
+from tree_kernels.layout.parts import EVERY_KEY
 
 
 @st.composite
@@ -42,10 +43,13 @@ def seen_by_parts(parts: AttentionParts, num_queries: int, num_keys: int) -> tor
 
 
 @pytest.mark.parametrize("mounted", [False, True])
+@pytest.mark.parametrize("grid", [EVERY_KEY, Grid(step=4, digits=2)])
 @given(case=tree_cases())
 @settings(max_examples=100)
-def test_parts_show_each_visible_key_exactly_once(case: TreeCase, mounted: bool) -> None:
-    parts = case.layout.parts(mounted=mounted)
+def test_parts_show_each_visible_key_exactly_once(
+    case: TreeCase, mounted: bool, grid: Grid
+) -> None:
+    parts = case.layout.parts(mounted=mounted, grid=grid)
     total = sum(case.lengths)
     visible = case.visible(mounted=mounted).long()
     assert torch.equal(seen_by_parts(parts, total, total), visible)
@@ -135,6 +139,28 @@ def test_rows_off_a_long_chain_are_in_few_rectangles() -> None:
     for begin, end in parts.queries[parts.num_squares :]:
         counts[begin:end] += 1
     assert counts.max() <= math.log2(nodes) + 1
+
+
+def test_rectangles_on_a_grid_have_few_numbers_of_keys() -> None:
+    nodes, step = 230, 64
+    parents = [*range(-1, nodes - 1), *range(nodes - 2, -1, -1)]
+    layout = TreeLayout.build(parents, [3] * len(parents))
+    parts = layout.parts(mounted=False, grid=Grid(step=step, digits=2))
+    counts = np.zeros(layout.num_tokens, dtype=np.int64)
+    numbers, rests = set(), []
+    for (begin, end), (first, last) in zip(
+        parts.queries[parts.num_squares :], parts.keys[parts.num_squares :], strict=True
+    ):
+        counts[begin:end] += 1
+        if last % step:
+            rests.append((begin, end))
+            assert last - first < step
+        else:
+            numbers.add(int(last - first))
+    assert numbers <= {64, 128, 192, 256, 384, 512}
+    # One rest for each leaf, and rectangles for all that are wider than a step.
+    assert len(rests) == len(set(rests)) <= nodes - 1
+    assert counts.max() <= math.log2(3 * nodes / step) + 3
 
 
 def test_a_span_that_the_whole_subtree_sees_is_one_rectangle() -> None:

@@ -27,9 +27,9 @@ class Call:
     lone: bool
     """One sequence, of many rows."""
     exact: bool
-    """It has a length of the few that pieces have, and as many keys as pieces have."""
+    """It has a plan of its lengths: few calls have others."""
     padding: int
-    """Rows behind `query_rows` that a lone call computes, and behind `key_rows` of a square."""
+    """Rows behind `query_rows` that an exact call computes, and behind `key_rows` of a square."""
     source: int
     """The call of the forward pass that computes these pairs."""
     query_rows: torch.Tensor | slice
@@ -100,7 +100,8 @@ def plan_calls(
         width: Query heads times their size.
         lone_flops: Forward FLOPs from which a part is a call of its own; infinite where no library
             takes lone calls.
-        piece_rows: The shortest piece that backward cuts off them, or None to cut nothing.
+        piece_rows: The shortest piece that backward cuts off them, or None where no library has
+            plans of exact lengths.
     """
     groups = forward_groups(parts, width, lone_flops, piece_rows)
     calls = _calls(groups, device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch.autograd.function import once_differentiable
 from tree_kernels.attention import groups
 from tree_kernels.attention import triton as kernels
 from tree_kernels.attention.calls import Call, CallPlan, Terms, plan_calls
-from tree_kernels.attention.libraries import CutCudnn, Forward, Library, Rows
+from tree_kernels.attention.libraries import CutCudnn, Forward, Grads, Library, Rows
+from tree_kernels.attention.streams import SideStreams
 from tree_kernels.layout import AttentionParts
 
 _MERGE_BLOCK = 4096
 """Elements of a row that one program merges."""
-_HUGE = 1e30
-"""A log-sum-exp beside which every score's exponential is 0."""
 
 
 def device_tree_attention(
@@ -77,14 +76,14 @@ class _DeviceAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        keys = _Keys(key, value)
-        found = [
-            _library(libraries, call).forward(
-                _take(query, call.query_rows, call.padding), *keys.of(call), call, scale
-            )
-            for call in plan.calls
-        ]
-        out, logsumexp = _merge(found, plan.out_terms, query)
+        keys = _Keys(key, value, plan.calls)
+        with SideStreams(query.device, len(plan.calls)) as side:
+            found = [
+                side.run(partial(_forward, _library(libraries, call), call, query, keys, scale))
+                for call in plan.calls
+            ]
+            side.join()
+            out, logsumexp = _merge(found, plan.out_terms, query)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.plan, ctx.libraries, ctx.scale = plan, libraries, scale
         ctx.states = [state for _, _, state in found]
@@ -97,25 +96,27 @@ class _DeviceAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         plan: CallPlan = ctx.plan
-        d_out, keys = grads[0].contiguous(), _Keys(key, value)
-        found = [
-            _library(ctx.libraries, call).backward(
-                Rows(
-                    _take(d_out, call.query_rows, call.padding),
-                    _take(query, call.query_rows, call.padding),
-                    *keys.of(call),
-                    _take(out, call.query_rows, call.padding),
-                    _take_logsumexp(logsumexp, call),
-                ),
-                ctx.states[call.source],
-                call,
-                ctx.scale,
-            )
-            for call in plan.backward_calls
-        ]
-        d_query = _sum([each[0] for each in found], plan.query_terms, query)
-        d_key = _sum([each[1] for each in found], plan.key_terms, key)
-        d_value = _sum([each[2] for each in found], plan.key_terms, value)
+        keys = _Keys(key, value, plan.backward_calls)
+        rows = (grads[0].contiguous(), query, out, logsumexp)
+        with SideStreams(query.device, len(plan.backward_calls)) as side:
+            found = [
+                side.run(
+                    partial(
+                        _backward,
+                        _library(ctx.libraries, call),
+                        call,
+                        rows,
+                        keys,
+                        ctx.states[call.source],
+                        ctx.scale,
+                    )
+                )
+                for call in plan.backward_calls
+            ]
+            side.join()
+            d_query = _sum([each[0] for each in found], plan.query_terms, query)
+            d_key = _sum([each[1] for each in found], plan.key_terms, key)
+            d_value = _sum([each[2] for each in found], plan.key_terms, value)
         return d_query, d_key, d_value, None, None, None
 
 
@@ -127,41 +128,55 @@ def _library(libraries: tuple[Library, Library | None], call: Call) -> Library:
 class _Keys:
     """Keys and values of calls."""
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, calls: Sequence[Call]) -> None:
         self._key, self._value = key, value
+        # PyTorch rounds a call's lengths only if no memory lies between its rows: exact ones take
+        # keys and values from `[S + T, 2, H, D]`.
+        exact = any(call.exact for call in calls)
+        self._interleaved = torch.stack((key, value), 1) if exact else None
 
     def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         padding = call.padding if call.square else 0
-        if call.exact:
-            # PyTorch rounds a call's lengths only if no memory lies between its rows.
+        if call.exact and self._interleaved is not None:
             key, value = _take(self._interleaved, call.key_rows, padding).unbind(1)
-            return key, value
-        key, value = (_take(each, call.key_rows, padding) for each in (self._key, self._value))
+        else:
+            key, value = (_take(each, call.key_rows, padding) for each in (self._key, self._value))
         return key, value
 
-    @cached_property
-    def _interleaved(self) -> torch.Tensor:
-        """`[S + T, 2, H, D]`."""
-        return torch.stack((self._key, self._value), 1)
+
+def _forward(
+    library: Library, call: Call, query: torch.Tensor, keys: _Keys, scale: float
+) -> Forward:
+    return library.forward(_take_on(query, call), *keys.of(call), call, scale)
+
+
+def _backward(
+    library: Library,
+    call: Call,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    keys: _Keys,
+    state: Any,
+    scale: float,
+) -> Grads:
+    """`rows` are d_out, queries, outputs and their log-sum-exp."""
+    d_out, query, out, logsumexp = (_take(each, call.query_rows, call.padding) for each in rows)
+    return library.backward(Rows(d_out, query, *keys.of(call), out, logsumexp), state, call, scale)
+
+
+def _take_on(query: torch.Tensor, call: Call) -> torch.Tensor:
+    """The call's queries; padding is the next rows, if there are: forward never mixes queries."""
+    rows = call.query_rows
+    if isinstance(rows, slice) and rows.stop + call.padding <= len(query):
+        return query[rows.start : rows.stop + call.padding]
+    return _take(query, rows, call.padding)
 
 
 def _take(tensor: torch.Tensor, rows: torch.Tensor | slice, padding: int) -> torch.Tensor:
-    """The rows and, behind them, as many others: the next ones, or zeros behind the last."""
-    if not isinstance(rows, slice):
-        return _with_rows(tensor.index_select(0, rows), padding, 0.0)
-    found = tensor[rows.start : rows.stop + padding]
-    return _with_rows(found, rows.stop + padding - rows.start - len(found), 0.0)
-
-
-def _take_logsumexp(logsumexp: torch.Tensor, call: Call) -> torch.Tensor:
-    """Beside that of others all weights of padding vanish, and so do its gradients."""
-    return _with_rows(_take(logsumexp, call.query_rows, 0), call.padding, _HUGE)
-
-
-def _with_rows(tensor: torch.Tensor, count: int, fill: float) -> torch.Tensor:
-    if not count:
-        return tensor
-    return torch.cat((tensor, tensor.new_full((count, *tensor.shape[1:]), fill)))
+    """The rows and zeros behind them, which add nothing to gradients; other rows may hold NaN."""
+    found = tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+    if not padding:
+        return found
+    return torch.cat((found, found.new_zeros(padding, *found.shape[1:])))
 
 
 def _merge(

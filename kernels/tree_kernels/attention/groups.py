@@ -1,9 +1,10 @@
 """Which parts of tree attention share a library call, and to what pieces backward cuts long ones.
 
 Parts that keep a GPU busy are calls of their own on views of the strip. Smaller ones are gathered
-and share calls with parts of about their size, as sequences of one batch. Mounts of the same rows
-are one rectangle. Backward may cut long parts to pieces of few lengths, for which a library has
-faster plans than for any length.
+and share calls with parts of about their size, as sequences of one batch: a square and rectangles
+of its rows are one sequence. Mounts of the same rows are one rectangle. A library may have faster
+plans for exact lengths than for any length: long parts have padding to few lengths, and backward
+cuts them to pieces that have.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tree_kernels.layout import AttentionParts
+from tree_kernels.layout import AttentionParts, Grid
+from tree_kernels.layout.parts import few_digits
 
 LONE_FLOPS = 3e10
 """Forward FLOPs from which a part is a call of its own, 0.05 ms of a Hopper GPU: a lone call runs
 two to three times as fast as a batch, but costs 0.03 ms of small kernels."""
 PIECE_ROWS = 1024
 """The shortest piece that is cut off a long part."""
+_DIGITS = 4
+"""Keys of pieces are as many as a number of this many binary digits, then zeros."""
+_PADDED_DIGITS = 8
+"""Rows with padding are as many as one of this many, and a multiple of an eighth of the shortest
+piece."""
 _SMALLEST = 128
 """Rows below which parts count as equally long: kernels compute blocks of that many."""
 _CLASS_RATIO = 4
@@ -31,26 +38,10 @@ _MOST_ROWS = 3072
 ran at 422 TF/s with 3,072 rows, 383 with 6,144 and 347 with 49,152: what they read no longer fits
 its cache. With 1,024 it ran at 391, and each piece adds terms to its keys' gradients."""
 _WORTH_CUTTING = 12
-"""Parts of fewer pairs than this many of the shortest squares are left whole: each piece costs
-some small kernels."""
+"""Rectangles of fewer pairs than this many of the shortest squares are left whole: each piece
+costs some small kernels."""
 _REST = 16
-"""What is left of an interval after cuts is less than this fraction of it, or a shortest piece."""
-_BITS = 2
-"""Lengths of pieces are numbers of this many binary digits, then zeros."""
-EXACT_FORWARD = False
-"""Forward, too, has plans of exact lengths, for squares and for rectangles of a piece's keys."""
-_ROUNDED_RATIO = 1
-"""Times `LONE_FLOPS` from which a part without such a plan is a call of its own, if forward has
-them."""
-PADDED = False
-"""Backward computes rows behind a long part's own instead of cutting its rows to pieces."""
-_PADDED_BITS = 8
-"""Lengths with padding are numbers of this many binary digits, then zeros, and multiples of an
-eighth of the shortest piece."""
-FUSED = False
-"""Small squares and small rectangles of the same rows are one sequence."""
-_MOST_SQUARE = 1 << 16
-"""Rows of the longest square with padding."""
+"""What is left of the keys after cuts is less than this fraction of them, or a shortest piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,9 +53,9 @@ class Group:
     lone: bool
     """One sequence, of many rows."""
     exact: bool = False
-    """It has a length of the few that pieces have, and as many keys as pieces have."""
+    """It has a plan of its lengths: few calls have others."""
     padding: int = 0
-    """Rows behind its own that a lone call computes, and a square's keys; nobody reads them."""
+    """Rows behind its own that an exact call computes, and a square's keys; nobody reads them."""
     source: int
     """Which of the forward pass's groups computes these pairs."""
     queries: np.ndarray
@@ -106,6 +97,11 @@ def by_cell(intervals: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.n
     return members[order], cells[order]
 
 
+def grid_of(piece_rows: int) -> Grid:
+    """With such numbers of keys, most rectangles have plans of exact lengths as they are."""
+    return Grid(step=piece_rows, digits=_DIGITS)
+
+
 def forward_groups(
     parts: AttentionParts, width: int, lone_flops: float, piece_rows: int | None = None
 ) -> list[Group]:
@@ -115,19 +111,16 @@ def forward_groups(
         parts: What is computed.
         width: Query heads times their size.
         lone_flops: Forward FLOPs from which a part is a call of its own.
-        piece_rows: The shortest piece that backward cuts off them, or None to cut nothing.
+        piece_rows: The shortest piece that backward cuts off them, or None where no library has
+            plans of exact lengths.
     """
     square, queries, keys, owners = _sequences(parts, width, lone_flops)
+    seen = _seen(keys, owners, len(queries))
+    alone = _flops(square, _lengths(queries), seen, width) >= lone_flops
+    kept, keys, owners = _fused(square, queries, keys, owners, alone)
+    square, queries, alone = square[kept], queries[kept], alone[kept]
     rows, seen = _lengths(queries), _seen(keys, owners, len(queries))
     flops = _flops(square, rows, seen, width)
-    alone = flops >= lone_flops
-    if piece_rows is not None and EXACT_FORWARD:
-        exact = square | np.array([_is_exact(length, piece_rows) for length in seen.tolist()])
-        alone &= exact | (flops >= _ROUNDED_RATIO * lone_flops)
-    if FUSED:
-        kept, keys, owners = _fused(square, queries, keys, owners, alone)
-        square, queries, rows = square[kept], queries[kept], rows[kept]
-        flops, alone, seen = flops[kept], alone[kept], _seen(keys, owners, len(queries))
     # The longest first: while the GPU computes them, the host prepares the others.
     found = [np.array([one]) for one in sorted(np.flatnonzero(alone), key=lambda n: -flops[n])]
     num_lone = len(found)
@@ -147,7 +140,7 @@ def forward_groups(
         )
         for place, members in enumerate(found)
     ]
-    if piece_rows is None or not EXACT_FORWARD:
+    if piece_rows is None:
         return groups
     return [_exact(group, piece_rows) if group.lone else group for group in groups]
 
@@ -236,49 +229,29 @@ def _exact(group: Group, least: int) -> Group:
 
 
 def _padding(length: int, least: int) -> int:
-    return -length % max(least // 8, 1, 1 << max(length.bit_length() - _PADDED_BITS, 0))
+    return -length % max(least // 8, 1, 1 << max(length.bit_length() - _PADDED_DIGITS, 0))
 
 
 def _pieces(group: Group, least: int) -> Iterator[Group]:
     """What backward computes of a call: of a long lone one, pieces."""
-    if not group.lone:
-        yield group
-        return
-    group = replace(group, exact=False, padding=0)
-    if PADDED:
-        yield from _padded_pieces(group, least)
-        return
     begin, end = group.queries[0].tolist()
     num_keys = int(group.key_begins[-1])
-    num_pairs = (end - begin) * num_keys // (2 if group.square else 1)
-    most = num_keys if group.square else _MOST_ROWS
-    if end - begin <= most and all(_is_exact(each, least) for each in (end - begin, num_keys)):
-        yield replace(group, exact=True)
-    elif num_pairs < _WORTH_CUTTING * least**2:
+    if not group.lone or (
+        not group.square and (end - begin) * num_keys < _WORTH_CUTTING * least**2
+    ):
         yield group
+    elif group.square:
+        for first in range(0, num_keys, _MOST_KEYS):
+            last = min(first + _MOST_KEYS, num_keys)
+            own = (begin + first, begin + last)
+            yield _piece(group, own, (first, last), least, square=True)
+            for rows in _even_rows(begin + last, end, least):
+                yield _piece(group, rows, (first, last), least, square=False)
     else:
-        yield from _cut(group, begin, end, num_keys, least)
-
-
-def _padded_pieces(group: Group, least: int) -> Iterator[Group]:
-    begin, end = group.queries[0].tolist()
-    num_keys = int(group.key_begins[-1])
-    if group.square:
-        for first in range(0, num_keys, _MOST_SQUARE):
-            last = min(first + _MOST_SQUARE, num_keys)
-            rows = (begin + first, begin + last)
-            yield _exact(_piece(group, rows, (first, last), least, square=True), least)
-            for below in _even_rows(begin + last, end, least):
-                yield _exact(_piece(group, below, (first, last), least, square=False), least)
-    elif (end - begin) * num_keys < _WORTH_CUTTING * least**2:
-        yield _exact(group, least)
-    else:
-        for keys in _intervals(0, num_keys, least, _MOST_KEYS):
-            if _is_exact(keys[1] - keys[0], least):
-                for rows in _even_rows(begin, end, least):
-                    yield _exact(_piece(group, rows, keys, least, square=False), least)
-            else:
-                yield _piece(group, (begin, end), keys, least, square=False)
+        for keys in _key_intervals(num_keys, least):
+            is_exact = _is_exact(keys[1] - keys[0], least)
+            for rows in _even_rows(begin, end, least) if is_exact else [(begin, end)]:
+                yield _piece(group, rows, keys, least, square=False)
 
 
 def _even_rows(begin: int, end: int, least: int) -> Iterator[tuple[int, int]]:
@@ -295,19 +268,6 @@ def _even_rows(begin: int, end: int, least: int) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _cut(group: Group, begin: int, end: int, num_keys: int, least: int) -> Iterator[Group]:
-    for first, last in _intervals(0, num_keys, least, _MOST_KEYS):
-        below = begin
-        if group.square:
-            below += last
-            yield _piece(group, (begin + first, below), (first, last), least, square=True)
-        if below < end and not _is_exact(last - first, least):
-            yield _piece(group, (below, end), (first, last), least, square=False)
-        else:
-            for rows in _intervals(below, end, least, _MOST_ROWS):
-                yield _piece(group, rows, (first, last), least, square=False)
-
-
 def _piece(
     group: Group, rows: tuple[int, int], keys: tuple[int, int], least: int, *, square: bool
 ) -> Group:
@@ -315,37 +275,28 @@ def _piece(
     begins = begins_of(group.keys)
     parts = np.stack([np.maximum(begins[:-1], keys[0]), np.minimum(begins[1:], keys[1])], axis=1)
     found = (parts - begins[:-1, None] + group.keys[:, :1])[parts[:, 0] < parts[:, 1]]
-    return replace(
+    piece = replace(
         group,
         square=square,
-        exact=all(_is_exact(end - begin, least) for begin, end in (rows, keys)),
+        exact=False,
+        padding=0,
         queries=np.array([rows]),
         keys=found,
         key_counts=np.array([len(found)]),
     )
+    return _exact(piece, least)
 
 
-def _intervals(begin: int, end: int, least: int, most: int) -> Iterator[tuple[int, int]]:
-    """The interval in pieces of lengths that are exact, then a short rest."""
-    enough = max(least, min(end - begin, most) // _REST)
-    while end - begin >= enough:
-        length = _largest(min(end - begin, most))
-        if end - begin - length == 1:
-            # cuDNN refuses one row that sees one key.
-            length = _largest(length - 1)
-        if length < least:
-            break
+def _key_intervals(num_keys: int, least: int) -> Iterator[tuple[int, int]]:
+    """All keys in pieces of exact lengths, then a short rest."""
+    enough, begin = max(least, min(num_keys, _MOST_KEYS) // _REST), 0
+    while num_keys - begin >= enough:
+        length = few_digits(min(num_keys - begin, _MOST_KEYS), _DIGITS)
         yield begin, begin + length
         begin += length
-    if begin < end:
-        yield begin, end
+    if begin < num_keys:
+        yield begin, num_keys
 
 
 def _is_exact(length: int, least: int) -> bool:
-    return length >= least and length == _largest(length)
-
-
-def _largest(length: int) -> int:
-    """The largest length of `_BITS` binary digits, then zeros, that is at most `length`."""
-    zeros = max(length.bit_length() - _BITS, 0)
-    return length >> zeros << zeros
+    return length >= least and length == few_digits(length, _DIGITS)

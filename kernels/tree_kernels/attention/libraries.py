@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tree_kernels.attention import groups
 from tree_kernels.attention.calls import Call
 
 Forward = tuple[torch.Tensor, torch.Tensor, Any]
@@ -203,8 +202,8 @@ class Efficient:
 
 
 def _mask_type(call: Call) -> int:
-    """Of the memory-efficient kernels: none, causal from the top left, from the bottom right."""
-    return (2 if groups.FUSED else 1) if call.square else 0
+    """Of the memory-efficient kernels: none, or causal from the bottom right."""
+    return 2 if call.square else 0
 
 
 def _bound(call: Call) -> int:

@@ -7,6 +7,7 @@ import os
 import torch
 import torch.nn.functional as F
 
+from tree_kernels.attention import groups
 from tree_kernels.attention.host import host_tree_attention
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import AttentionParts, Layout
@@ -59,9 +60,9 @@ def tree_attention(
             f"query heads {tuple(query.shape[1:])} are no multiple of key heads "
             f"{tuple(key.shape[1:])}"
         )
-    parts = layout.parts(mounted=mounted)
     if query.device.type != "cuda":
-        return host_tree_attention(query, key, value, parts, scale)
+        return host_tree_attention(query, key, value, layout.parts(mounted=mounted), scale)
+    parts = layout.parts(mounted=mounted, grid=groups.grid_of(groups.PIECE_ROWS))
     if query.dtype == torch.float64:
         return naive_tree_attention(query, key, value, parts, scale)
     return _on_device(query, key, value, parts, scale)

@@ -12,6 +12,7 @@ import torch
 
 from tree_kernels.attention.calls import plan_calls
 from tree_kernels.attention.device import run_plan
+from tree_kernels.attention.groups import grid_of
 from tree_kernels.attention.libraries import Cudnn, CutCudnn, Efficient, Flash, Library
 from tree_kernels.attention.naive import naive_tree_attention
 from tree_kernels.layout import TreeLayout
@@ -20,7 +21,7 @@ from tree_kernels.self_test import kernels_agree, with_gradients
 _LENGTHS = (300, 133, 70)
 """Rows of a trunk and two branches: odd, of more than one block."""
 _PIECE_ROWS = 32
-"""Short enough that backward cuts them."""
+"""Short enough that there are padding and plans of exact and of rounded lengths."""
 
 
 @functools.cache
@@ -40,7 +41,7 @@ def lone_library(
     device: torch.device, dtype: torch.dtype, query_heads: int, heads: int, dim: int
 ) -> type[Library] | None:
     """The library for one long sequence a call: cuDNN where it was measured, on Hopper, with plans
-    of exact lengths in backward where they work; or none."""
+    of exact lengths where they work; or none."""
     if dtype == torch.float32 or not 64 <= dim <= 256:
         return None
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -62,7 +63,8 @@ def _works(
     dim: int,
 ) -> bool:
     """Whether forward and backward on a small tree agree with `naive`; else a warning says why."""
-    parts = TreeLayout.build([-1, 0, 0], _LENGTHS).parts(mounted=False)
+    layout = TreeLayout.build([-1, 0, 0], _LENGTHS)
+    parts = layout.parts(mounted=False, grid=grid_of(_PIECE_ROWS))
     rows = sum(_LENGTHS)
     # Every part is a lone call for a library that takes nothing else; for others, none is.
     plan = plan_calls(

@@ -3,7 +3,7 @@
 from tree_kernels.layout.chains import ChainTable
 from tree_kernels.layout.chunks import ChunkTable
 from tree_kernels.layout.order import heavy_first_order
-from tree_kernels.layout.parts import AttentionParts
+from tree_kernels.layout.parts import AttentionParts, Grid
 from tree_kernels.layout.piece import PieceLayout, places
 from tree_kernels.layout.plan import cut_pieces
 from tree_kernels.layout.tree import MountRectangle, TreeLayout
@@ -15,6 +15,7 @@ __all__ = [
     "AttentionParts",
     "ChainTable",
     "ChunkTable",
+    "Grid",
     "Layout",
     "MountRectangle",
     "PieceLayout",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,20 @@ if TYPE_CHECKING:
 
 Interval = tuple[int, int]
 
-KEY_BITS = 64
-"""Such a rectangle has as many keys as a number of this many binary digits, then zeros."""
-KEY_STEP = 1
-"""Rectangles of rows that branch off a chain end at multiples of this many of its keys; the keys
-from there to the branch are a rectangle of their own."""
+
+class Grid(NamedTuple):
+    """Numbers of keys that rectangles of rows off a chain have, where kernels prefer few ones.
+
+    The keys between such a rectangle and the branch are a rectangle of their own, for each branch.
+    """
+
+    step: int
+    """Rectangles end at multiples of this many of the chain's keys."""
+    digits: int
+    """They have as many keys as a number of this many binary digits, then zeros."""
+
+
+EVERY_KEY = Grid(step=1, digits=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,6 +67,7 @@ def build_parts(
     layout: TreeLayout,
     *,
     mounted: bool,
+    grid: Grid = EVERY_KEY,
     queries: np.ndarray | None = None,
     keys: np.ndarray | None = None,
 ) -> AttentionParts:
@@ -66,6 +76,7 @@ def build_parts(
     Args:
         layout: The whole strip.
         mounted: Whether mounted keys are seen.
+        grid: Numbers of keys of rectangles.
         queries: Rows that are computed, ascending, without gaps on a path; None computes all. Row
             numbers of queries count these.
         keys: Rows whose keys are given, in this order; None gives all. Row numbers of keys count
@@ -83,7 +94,7 @@ def build_parts(
             rectangles.append((own, (begin, start)))
         nodes = slice(first, last + 1)
         bounds = np.searchsorted(rows, np.append(layout.exits[nodes], end))
-        rectangles += _staircase(begin, layout.cu_seqlens[first + 1 : last + 2], bounds)
+        rectangles += _staircase(begin, layout.cu_seqlens[first + 1 : last + 2], bounds, grid)
     mounts = [
         (_interval(rows, mount.query_begin, mount.query_end), (mount.key_begin, mount.key_end))
         for mount in (layout.mounts if mounted else ())
@@ -119,7 +130,7 @@ def _interval(rows: np.ndarray, begin: int, end: int) -> Interval:
 
 
 def _staircase(
-    begin: int, node_ends: np.ndarray, bounds: np.ndarray
+    begin: int, node_ends: np.ndarray, bounds: np.ndarray, grid: Grid
 ) -> list[tuple[Interval, Interval]]:
     """Rectangles of the rows that branch off a chain.
 
@@ -129,7 +140,7 @@ def _staircase(
     """
     steps = np.flatnonzero(bounds[:-1] > bounds[1:])
     uppers, lowers = bounds[steps], bounds[steps + 1]
-    ends = node_ends[steps] - (node_ends[steps] - begin) % KEY_STEP
+    ends = node_ends[steps] - (node_ends[steps] - begin) % grid.step
     rests = zip(
         lowers.tolist(), uppers.tolist(), ends.tolist(), node_ends[steps].tolist(), strict=True
     )
@@ -143,13 +154,17 @@ def _staircase(
         half = (lowers[stop - 1] + uppers[first]) // 2
         middle = first + int(np.searchsorted(-uppers[first:stop], -half, side="left")) - 1
         middle = min(max(middle, first), stop - 1)
-        length = int(ends[middle]) - key_begin
-        zeros = max(length.bit_length() - KEY_BITS, 0)
-        key_end = key_begin + (length >> zeros << zeros)
+        key_end = key_begin + few_digits(int(ends[middle]) - key_begin, grid.digits)
         found.append(((int(lowers[stop - 1]), int(uppers[middle])), (key_begin, key_end)))
         done = key_end == ends[middle]
         open_steps += [(first, middle, key_begin), (middle + done, stop, key_end)]
     return found
+
+
+def few_digits(number: int, digits: int) -> int:
+    """The largest number of `digits` binary digits, then zeros, that is at most `number`."""
+    zeros = max(number.bit_length() - digits, 0)
+    return number >> zeros << zeros
 
 
 def _not_empty(parts: list[tuple[Interval, Interval]]) -> list[tuple[Interval, Interval]]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from tree_kernels.layout.parts import AttentionParts, build_parts
+from tree_kernels.layout.parts import EVERY_KEY, AttentionParts, Grid, build_parts
 from tree_kernels.layout.tree import TreeLayout, conv_windows
 from tree_kernels.layout.windows import ConvTable
 
@@ -104,13 +104,15 @@ class PieceLayout:
         taken = np.concatenate([self.context_rows(width), self.rows])
         return places(self._row_parents[taken], taken)
 
-    def parts(self, *, mounted: bool) -> AttentionParts:
+    def parts(self, *, mounted: bool, grid: Grid = EVERY_KEY) -> AttentionParts:
         """What attention computes; keys count `seen_rows` and then `rows`."""
         mounted = mounted and bool(self._strip.mounts)
         keys = np.concatenate([self.seen_rows, self.rows])
         return self._cached(
-            ("parts", mounted),
-            lambda: build_parts(self._strip, mounted=mounted, queries=self.rows, keys=keys),
+            ("parts", mounted, grid),
+            lambda: build_parts(
+                self._strip, mounted=mounted, grid=grid, queries=self.rows, keys=keys
+            ),
         )
 
     def forget_tables(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tree_kernels.layout.chains import ChainTable, build_chains
 from tree_kernels.layout.chunks import ChunkTable, build_chunks, default_chunk_size
-from tree_kernels.layout.parts import AttentionParts, build_parts
+from tree_kernels.layout.parts import EVERY_KEY, AttentionParts, Grid, build_parts
 from tree_kernels.layout.windows import ConvTable
 
 Table = TypeVar("Table")
@@ -130,10 +130,12 @@ class TreeLayout:
         nodes = tuple(end_nodes)
         return self._cached(("chains", size, nodes), lambda: build_chains(self, size, nodes))
 
-    def parts(self, *, mounted: bool) -> AttentionParts:
+    def parts(self, *, mounted: bool, grid: Grid = EVERY_KEY) -> AttentionParts:
         """What attention computes, mounts included if `mounted`."""
         mounted = mounted and bool(self.mounts)
-        return self._cached(("parts", mounted), lambda: build_parts(self, mounted=mounted))
+        return self._cached(
+            ("parts", mounted, grid), lambda: build_parts(self, mounted=mounted, grid=grid)
+        )
 
     def conv_taps(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows whose window does not simply precede them in the strip, and their windows.
