@@ -26,7 +26,7 @@ from rollout_service.client_limits import ClientLimits
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
 from rollout_service.engine.base import Engine
 from rollout_service.exposition import exposed_sessions
-from rollout_service.garbage import seldom_collected
+from rollout_service.interpreter import quickly_switched, seldom_collected
 from rollout_service.rpc import RunningServer, serve
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
@@ -246,7 +246,7 @@ class RolloutService:
 
 async def _serve(service: RolloutService) -> None:
     async with service:
-        with seldom_collected():
+        with seldom_collected(), quickly_switched():
             await service.run()
 
 

@@ -15,7 +15,7 @@ from harness_sdk.types import Limits, Message, SamplingOptions, Turn
 from rollout_service.chat import ChatRenderer, ChatTokenizer
 from rollout_service.engine.base import Engine
 from rollout_service.engine.vllm import VllmEngine
-from rollout_service.garbage import seldom_collected
+from rollout_service.interpreter import quickly_switched, seldom_collected
 from rollout_service.sessions import Call, OpenRequest, SessionOptions, Sessions
 
 _TIMED = "benchmarks.vllm_engine.timed"
@@ -139,7 +139,7 @@ async def running(
             texts=Texts(folder),
         )
         # As the service's process does.
-        with seldom_collected():
+        with seldom_collected(), quickly_switched():
             yield world
     finally:
         await engine.close()

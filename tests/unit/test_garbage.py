@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from rollout_service.garbage import seldom_collected
+from rollout_service.interpreter import seldom_collected
 from trainer_service.garbage import loaded_is_kept
 
 

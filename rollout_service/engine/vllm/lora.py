@@ -84,18 +84,18 @@ def expected_tensors(adapter: Adapter, dtype: torch.dtype) -> list[ExpectedTenso
     """
     own = adapter.tensors()
     served = [tensor for lora in adapter.modules.values() for tensor in as_served(lora, dtype)]
-    # What the buffers' dtype takes as it is needs no second hash.
-    rounded = [
-        None if file is buffer or torch.equal(file.float(), buffer.float()) else buffer
+    # What a buffer takes as it is needs no second hash.
+    changed = [
+        None if buffer is file else buffer
         for file, buffer in zip(own.values(), served, strict=True)
     ]
     checksums = tensor_checksums(list(own.values()))
-    others = iter(tensor_checksums([buffer for buffer in rounded if buffer is not None]))
+    others = iter(tensor_checksums([buffer for buffer in changed if buffer is not None]))
     return [
         ExpectedTensor(
             name=name, checksum=checksum, served=checksum if buffer is None else next(others)
         )
-        for name, checksum, buffer in zip(own, checksums, rounded, strict=True)
+        for name, checksum, buffer in zip(own, checksums, changed, strict=True)
     ]
 
 
@@ -187,7 +187,7 @@ class AdapterReader:
 def as_served(lora: LoraWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """lora_A and lora_B as vLLM rounds them: cast, then scaled in place."""
     up = lora.up.to(dtype)
-    return lora.down.to(dtype), up if lora.scale == 1 else up.clone().mul_(lora.scale)
+    return lora.down.to(dtype), up if lora.scale == 1 else up * lora.scale
 
 
 def served_tensors(manager: Any, version: int, specs: Sequence[LoraSpec], gather: Gather) -> Served:
