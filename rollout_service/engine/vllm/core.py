@@ -73,6 +73,9 @@ async def start_core(
         await before.close()
     reader = adapter_reader(options, facts)
     targets = await asyncio.to_thread(reader.targets) if options.max_adapters else ()
+    # A folder that is gone is told before a model is loaded for minutes.
+    for path in adapters.values():
+        await asyncio.to_thread(reader.read, path, max_rank=options.max_lora_rank)
     log, on_step = EngineLog(), StepUse()
     try:
         llm = await launched_llm(options, facts, targets, on_step, log.output)
