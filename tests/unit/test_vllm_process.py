@@ -203,6 +203,28 @@ def test_tied_processes_leave_the_terminal_and_end_with_their_parents(
         root.stdout.close()
 
 
+def test_a_killed_process_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
+    script, folder = tmp_path / "tree.py", tmp_path / "sockets"
+    folder.mkdir()
+    (folder / "socket").touch()
+    script.write_text(TREE.replace("Lifeline()", f"Lifeline(None, {str(folder)!r})"))
+    root = subprocess.Popen([sys.executable, str(script), "spawn"], stdout=subprocess.PIPE)
+    assert root.stdout is not None
+    try:
+        for _ in range(3):
+            next(root.stdout)
+        assert (folder / "socket").exists()
+        root.kill()
+        deadline_s = time.monotonic() + 10
+        while folder.exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+    finally:
+        root.kill()
+        root.wait()
+        root.stdout.close()
+
+
 SHARING = """
 import multiprocessing, os, time
 from multiprocessing.shared_memory import SharedMemory

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from harness_sdk.errors import AdapterError
+from harness_sdk.errors import AdapterError, InvalidRequest
 from rollout_service.cursors import Cursor
 from rollout_service.engine.vllm.rehearsal import rehearse
 from tests.engine_cases import Play, save_adapter, span
@@ -202,3 +202,19 @@ async def test_a_rehearsal_loads_and_scores_and_leaves_nothing(
         stats.tokens_resident,
         stats.recurrent_slots,
     )
+
+
+async def test_a_rehearsal_that_is_refused_is_told_and_leaves_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = served.engine._supervisor.newest
+    loaded = dict(core.builder.adapters)
+
+    async def refused(*_: object, **__: object) -> None:
+        raise InvalidRequest("the prompt is too long")
+
+    monkeypatch.setattr(core.builder, "score", refused)
+    await rehearse(core.adapters, core.builder, max_tokens=1000)
+    assert caplog.records[-1].levelname == "WARNING"
+    assert "the prompt is too long" in caplog.records[-1].message
+    assert core.builder.adapters == loaded

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
@@ -81,14 +82,20 @@ def prepare_environment() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if _SOCKETS not in os.environ:
-        # It leaves them where they are: they go with this process.
-        folder = os.environ[_SOCKETS] = tempfile.mkdtemp(prefix="octopus-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[_SOCKETS] = _sockets()
     if importlib.util.find_spec("torchvision") is None and str(_STUBS) not in sys.path:
         # vLLM's Qwen 3.5 module imports vision code that a text model never calls.
         sys.path.append(str(_STUBS))
         paths = [os.environ.get("PYTHONPATH", ""), str(_STUBS)]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+
+
+@functools.cache
+def _sockets() -> str:
+    """A folder for vLLM's sockets, which it leaves where they are: it goes with this process."""
+    folder = tempfile.mkdtemp(prefix="octopus-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def has_tokenizer(model_path: str) -> bool:
@@ -194,7 +201,9 @@ def launch(
     if tensor_parallel_size == 1:
         # On CPUs vLLM would start a second process, to bind threads that are the host's to bind.
         config.parallel_config.distributed_executor_backend = "uni"
-    config.additional_config[_LIFELINE_KEY] = Lifeline(output)
+    # A folder that was set by somebody else stays.
+    own = _sockets() if _sockets.cache_info().currsize else None
+    config.additional_config[_LIFELINE_KEY] = Lifeline(output, own)
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import select
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -29,23 +30,25 @@ class Lifeline(dict[str, Any]):
     Args:
         output: Descriptor of the sender's that takes what the process writes, and those that it
             starts; None leaves that where it is.
+        folder: Of the sender's, removed if it is killed.
     """
 
-    def __init__(self, output: int | None = None) -> None:
+    def __init__(self, output: int | None = None, folder: str | None = None) -> None:
         super().__init__()
         self._output = output
+        self._folder = folder
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (os.getpid(), _born(os.getpid()), self._output)
+        return _received, (os.getpid(), _born(os.getpid()), self._output, self._folder)
 
 
-def _received(sender: int, born: str, output: int | None) -> Lifeline:
+def _received(sender: int, born: str, output: int | None, folder: str | None) -> Lifeline:
     # A copy within a process arrives at its sender.
     if sender == os.getpid():
-        return Lifeline(output)
+        return Lifeline(output, folder)
     if sender not in _followed and hasattr(os, "pidfd_open"):
         _followed.add(sender)
-        _follow(sender, born)
+        _follow(sender, born, folder)
         if output is not None:
             _write_to(sender, output)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
@@ -61,7 +64,7 @@ def _write_to(sender: int, output: int) -> None:
         os.close(descriptor)
 
 
-def _follow(parent: int, born: str) -> None:
+def _follow(parent: int, born: str, folder: str | None) -> None:
     """Leave the terminal's process group, and end when the parent, born then, ends."""
     # The service ends the engine when the last episode is stored; Ctrl-C would end it at once.
     with contextlib.suppress(PermissionError):
@@ -69,12 +72,12 @@ def _follow(parent: int, born: str) -> None:
     try:
         descriptor = os.pidfd_open(parent)
     except ProcessLookupError:
-        _end()
+        _end(folder)
         return
     if _born(parent) != born:
-        _end()
+        _end(folder)
     threading.Thread(
-        target=_end_after, args=(descriptor,), daemon=True, name="octopus-parent"
+        target=_end_after, args=(descriptor, folder), daemon=True, name="octopus-parent"
     ).start()
 
 
@@ -88,13 +91,15 @@ def _born(pid: int) -> str:
     return status.rpartition(")")[2].split()[19]
 
 
-def _end_after(descriptor: int) -> None:
+def _end_after(descriptor: int, folder: str | None) -> None:
     ended = select.poll()
     ended.register(descriptor, select.POLLIN)
     ended.poll()
-    _end()
+    _end(folder)
 
 
-def _end() -> None:
+def _end(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     # At once: a step may take long, and an exit handler may wait for what is gone.
     os.kill(os.getpid(), signal.SIGKILL)

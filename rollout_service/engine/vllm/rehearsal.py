@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from harness_sdk.control import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from harness_sdk.errors import AdapterError
+from harness_sdk.errors import AdapterError, InvalidRequest
 from rollout_service.cursors import child_cursor
 from rollout_service.engine.vllm.adapters import Adapters
 from rollout_service.engine.vllm.builder import FootingBuilder
@@ -45,17 +45,23 @@ async def rehearse(adapters: Adapters, builder: FootingBuilder, *, max_tokens: i
         with tempfile.TemporaryDirectory(prefix="octopus-rehearsal-") as folder:
             _write_zeros(Path(folder), await adapters.shapes())
             await adapters.load(_VERSION, folder)
-        await adapters.checksums(_VERSION)
-        for num_rows in _NUM_ROWS:
-            if num_rows + 1 < max_tokens:
-                tokens = (0,) * (num_rows + 1)
-                cursor = child_cursor(None, tokens, mounts=(), policy_version=_VERSION)
-                await builder.score(_VERSION, cursor, 1, keep=False)
-        await adapters.unload(_VERSION, is_running=False)
-    except AdapterError as error:
+        try:
+            await _use(adapters, builder, max_tokens)
+        finally:
+            await adapters.unload(_VERSION, is_running=False)
+    except (AdapterError, InvalidRequest) as error:
         logger.warning("no version was rehearsed, so the first one may take seconds: %s", error)
     else:
         logger.info("a version was rehearsed in %.1f s", time.monotonic() - begin_s)
+
+
+async def _use(adapters: Adapters, builder: FootingBuilder, max_tokens: int) -> None:
+    await adapters.checksums(_VERSION)
+    for num_rows in _NUM_ROWS:
+        if num_rows + 1 < max_tokens:
+            tokens = (0,) * (num_rows + 1)
+            cursor = child_cursor(None, tokens, mounts=(), policy_version=_VERSION)
+            await builder.score(_VERSION, cursor, 1, keep=False)
 
 
 def _write_zeros(folder: Path, base: nn.Module) -> None:
