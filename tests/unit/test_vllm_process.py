@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,51 +179,51 @@ if __name__ == "__main__":
 """
 
 
+@contextmanager
+def _tree(script: Path, method: str = "spawn", *, lifeline: str = "Lifeline()") -> Iterator[Any]:
+    """Three processes, each of which starts the next; the first is given, with its output."""
+    script.write_text(TREE.replace("Lifeline()", lifeline))
+    command = [sys.executable, str(script), method]
+    root = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert root.stdout is not None
+    try:
+        yield root
+    finally:
+        root.kill()
+        root.wait()
+        root.stdout.close()
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_tied_processes_leave_the_terminal_and_end_with_their_parents(
     killed: int, method: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "tree.py"
-    script.write_text(TREE)
-    command = [sys.executable, str(script), method]
-    root = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert root.stdout is not None
-    try:
+    with _tree(tmp_path / "tree.py", method) as root:
         lines = [next(root.stdout).split() for _ in range(3)]
         pids = [int(pid) for _, pid, _ in lines]
         assert [int(session) for _, _, session in lines] == [os.getsid(0), pids[1], pids[2]]
         os.kill(pids[killed], signal.SIGKILL)
-        deadline_s = time.monotonic() + 10
-        while any(_runs(pid) for pid in pids[killed:]):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-    finally:
-        root.kill()
-        root.wait()
-        root.stdout.close()
+        _until(lambda: not any(_runs(pid) for pid in pids[killed:]))
 
 
 def test_a_killed_process_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
-    script, folder = tmp_path / "tree.py", tmp_path / "sockets"
+    folder = tmp_path / "sockets"
     folder.mkdir()
     (folder / "socket").touch()
-    script.write_text(TREE.replace("Lifeline()", f"Lifeline(None, {str(folder)!r})"))
-    root = subprocess.Popen([sys.executable, str(script), "spawn"], stdout=subprocess.PIPE)
-    assert root.stdout is not None
-    try:
+    with _tree(tmp_path / "tree.py", lifeline=f"Lifeline(None, {str(folder)!r})") as root:
         for _ in range(3):
             next(root.stdout)
         assert (folder / "socket").exists()
         root.kill()
-        deadline_s = time.monotonic() + 10
-        while folder.exists():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-    finally:
-        root.kill()
-        root.wait()
-        root.stdout.close()
+        _until(lambda: not folder.exists())
 
 
 SHARING = """
