@@ -21,7 +21,7 @@ import torch
 
 from tests.tree_cases import TreeCase, poisoned_empty, random_case, relative_rms, strip_order
 from tree_kernels.attention import groups
-from tree_kernels.attention.calls import Call, plan_calls
+from tree_kernels.attention.calls import Call, CallPlan, plan_calls
 from tree_kernels.layout import AttentionParts, Grid
 
 Tensors = dict[str, torch.Tensor]
@@ -281,24 +281,36 @@ def device_parts(case: AttentionCase, *, short: bool) -> AttentionParts:
     return case.tree.layout.parts(mounted=case.mounted, grid=grid)
 
 
+def device_plan(
+    case: AttentionCase, *, width: int, lone_flops: float, piece_rows: int | None, short: bool
+) -> CallPlan:
+    """The calls of a GPU, planned where the CPU can look at them."""
+    total = case.num_tokens
+    with short_lengths() if short else nullcontext():
+        return plan_calls(
+            device_parts(case, short=short),
+            total,
+            total,
+            torch.device("cpu"),
+            width=width,
+            lone_flops=lone_flops,
+            piece_rows=piece_rows,
+        )
+
+
 def planned(
     case: AttentionCase, lone: bool, piece_rows: int | None = None, short: bool = False
 ) -> Attend:
     """The product's path for a GPU with libraries of the CPU; its kernels need the interpreter."""
     from tree_kernels.attention.device import run_plan
 
-    total = case.num_tokens
-    width = case.query_heads * case.dim
-    with short_lengths() if short else nullcontext():
-        plan = plan_calls(
-            device_parts(case, short=short),
-            total,
-            total,
-            torch.device("cpu"),
-            width=width,
-            lone_flops=4e3 if lone else math.inf,
-            piece_rows=piece_rows,
-        )
+    plan = device_plan(
+        case,
+        width=case.query_heads * case.dim,
+        lone_flops=4e3 if lone else math.inf,
+        piece_rows=piece_rows,
+        short=short,
+    )
     libraries = (HostLibrary(), HostLibrary() if lone else None)
     return partial(run_plan, plan=plan, libraries=libraries, scale=0.3)
 

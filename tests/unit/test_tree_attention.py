@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,10 +22,10 @@ from tests.attention_cases import (
     changed_rows,
     dense_attention,
     device_parts,
+    device_plan,
     errors_of,
     inputs_of,
     outputs_and_gradients,
-    short_lengths,
     visible,
 )
 from tests.interpreter import interpreted
@@ -195,17 +194,8 @@ def test_lone_calls_compute_each_visible_pair_once(
     name: str, piece_rows: int | None, short: bool
 ) -> None:
     case = CASES[name]
+    plan = device_plan(case, width=64, lone_flops=0.0, piece_rows=piece_rows, short=short)
     total = case.num_tokens
-    with short_lengths() if short else nullcontext():
-        plan = plan_calls(
-            device_parts(case, short=short),
-            total,
-            total,
-            torch.device("cpu"),
-            width=64,
-            lone_flops=0.0,
-            piece_rows=piece_rows,
-        )
     for calls in (plan.calls, plan.backward_calls):
         times = torch.zeros(total, total, dtype=torch.int64)
         for call in calls:
