@@ -176,7 +176,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.set_axis_off()
         else:
             _draw_panel(axes, panel, by_run)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning"}):
+    with matplotlib.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "learning",
+            "font.sans-serif": ["DejaVu Sans"],
+        }
+    ):
         FigureCanvasSVG(figure).print_svg(str(path), metadata={"Date": None})
 
 

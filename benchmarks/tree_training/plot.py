@@ -29,5 +29,5 @@ def draw(rows: list[dict[str, Any]], detail: dict[str, Any], path: Path) -> None
     axes.set_yticks(places, [f"{row['tree'][:34]} ({row['tokens_unique']:,})" for row in shown])
     axes.set_xlabel(f"times faster than flattened paths, same kernels ({detail['hardware']})")
     axes.legend(loc="best", fontsize=8)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):
         FigureCanvasSVG(figure).print_svg(str(path))

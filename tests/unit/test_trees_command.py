@@ -67,8 +67,8 @@ def test_json_has_exactly_the_documented_keys(capsys: pytest.CaptureFixture[str]
     }  # fmt: skip
     rows = figures["per_tree"]
     assert isinstance(rows, list)
-    assert figures["trees"] == len(rows) == 10
-    assert figures["paths"] == sum(row["paths"] for row in rows) == 42
+    assert figures["trees"] == len(rows) == 6
+    assert figures["paths"] == sum(row["paths"] for row in rows) == 22
     unique, flat = figures["tokens_unique"], figures["tokens_flat"]
     assert isinstance(unique, int) and isinstance(flat, int)
     assert figures["por"] == pytest.approx(1 - unique / flat)
