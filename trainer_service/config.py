@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from harness_sdk.errors import ConfigError
+from trainer_service.number_types import NARROW
 from trainer_service.sections import (
     BatchOptions,
     CheckpointOptions,
@@ -103,7 +104,7 @@ class TrainerConfig(Options):
         """Nats."""
         if self.publish.probe_tolerance is not None:
             return self.publish.probe_tolerance
-        return 0.1 if self.model.dtype in ("bfloat16", "float16") else 1e-3
+        return 0.1 if self.model.dtype in NARROW else 1e-3
 
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:

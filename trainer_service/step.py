@@ -23,6 +23,7 @@ from trainer_service.dag import flat_episode, pack_episodes
 from trainer_service.feed import Batch
 from trainer_service.figures import StripFigures
 from trainer_service.groups import Scored
+from trainer_service.number_types import NumberTypes, unequal_types
 from trainer_service.objectives import OBJECTIVES, ObjectiveOptions
 from trainer_service.optim import Optimizer, StepOutcome
 from trainer_service.pieces import num_pieces
@@ -87,9 +88,8 @@ def train_step(
     """
     ranks = ranks or Ranks()
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
-    if config.needs_groups:
-        # Imitation compares no log-probabilities.
-        check_types(batch.episodes, dtype=policy.dtype, head_dtype=policy.head_dtype)
+    own = NumberTypes(dtype=policy.dtype, head_dtype=policy.head_dtype)
+    check_types(batch.episodes, own, config)
     begin = time.monotonic()
     shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
     stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
@@ -158,27 +158,24 @@ def check_model(episodes: Sequence[Scored], model_hash: str, vocab_size: int) ->
             )
 
 
-def check_types(episodes: Sequence[Scored], *, dtype: str, head_dtype: str) -> None:
-    """Refuse episodes whose weights or logits had another type; records that name none pass.
+def check_types(episodes: Sequence[Scored], own: NumberTypes, config: TrainerConfig) -> None:
+    """Refuse episodes that `unequal_types` finds; records that name no type pass.
 
     Raises:
         ConfigError: With both types.
     """
     for episode in episodes:
         record = episode.record
-        for what, setting, found, own in (
-            ("weights", "model.dtype", record.dtype, dtype),
-            ("logits", "model.head_dtype", record.head_dtype, head_dtype),
-        ):
-            if found and found != own:
-                raise ConfigError(
-                    f"episode {record.episode_id} was sampled from {what} of another type",
-                    value=f"{found} on replica {record.replica_id}",
-                    limit=f"{own}, which the trainer computes",
-                    remedy=f"set the same {setting} on rollout and trainer, and a new run name"
-                    " where episodes of another wait in the stream",
-                    episode_id=record.episode_id,
-                )
+        sampled = NumberTypes(dtype=record.dtype, head_dtype=record.head_dtype)
+        for unequal in unequal_types(config, own, sampled):
+            raise ConfigError(
+                f"episode {record.episode_id} was sampled from {unequal.what} of another type",
+                value=f"{unequal.sampled} on replica {record.replica_id}",
+                limit=f"{unequal.own}, which the trainer computes",
+                remedy=f"set the same {unequal.setting} on rollout and trainer, and a new run name"
+                " where episodes of another wait in the stream",
+                episode_id=record.episode_id,
+            )
 
 
 def _take_share(

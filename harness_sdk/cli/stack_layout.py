@@ -144,16 +144,25 @@ def _replica_plan(config: StackConfig, number: int) -> ServicePlan:
 
 
 def _check_types(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
-    """Refuse what the trainer would refuse at the first episode."""
-    # Logits of wider models are as wide either way.
-    is_narrow = trainer.model.dtype in ("bfloat16", "float16")
-    for key in ("dtype", "head_dtype") if is_narrow else ("dtype",):
-        theirs, own = getattr(rollout.model, key), getattr(trainer.model, key)
-        if theirs != own:
-            raise ConfigError(
-                f"rollout.model.{key} {theirs} does not go with trainer.model.{key} {own}",
-                remedy="set the same one for both: log-probabilities of both sides are compared",
-            )
+    """Refuse what the trainer would refuse at the first episode, or at its first version."""
+    from trainer_service.number_types import NARROW, NumberTypes, unequal_types
+
+    own, sampled = NumberTypes.of(trainer.model), NumberTypes.of(rollout.model)
+    for unequal in unequal_types(trainer, own, sampled):
+        key = unequal.setting.removeprefix("model.")
+        theirs, ours = getattr(rollout.model, key), getattr(trainer.model, key)
+        raise ConfigError(
+            f"rollout.{unequal.setting} {theirs} does not go with trainer.{unequal.setting} {ours}",
+            remedy="set the same one for both: log-probabilities of both sides are compared",
+        )
+    is_rougher = rollout.model.dtype in NARROW and trainer.model.dtype not in NARROW
+    if is_rougher and trainer.publishes and trainer.publish.probe_tolerance is None:
+        raise ConfigError(
+            f"rollout.model.dtype {rollout.model.dtype} does not pass a published version's probe"
+            f" of trainer.model.dtype {trainer.model.dtype}",
+            limit=f"{trainer.probe_tolerance:g} nats",
+            remedy="set the same one for both, or trainer.publish.probe_tolerance, as 0.1",
+        )
 
 
 def _check_shared(config: StackConfig) -> None:

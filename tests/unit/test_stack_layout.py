@@ -94,6 +94,18 @@ def test_pairs_that_do_not_go_together_are_both_named(fields: dict[str, Any], sa
         _ = replica_plans(_config(**fields)), trainer_plan(_config(**fields))
 
 
+def test_two_types_go_together_where_the_trainer_takes_them() -> None:
+    """Imitation compares no log-probabilities; a version's probe is compared all the same."""
+    rollout = {"model": {"dtype": "bfloat16"}}
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 does not pass .* float32; allowed: 0\.001 nat"
+    ):
+        trainer_plan(_config(rollout=rollout, trainer={"objective": "sft"}))
+    for publish in ({"probe_tolerance": 0.1}, {"enabled": False}):
+        trainer_plan(_config(rollout=rollout, trainer={"objective": "sft", "publish": publish}))
+    trainer_plan(_config(trainer={"objective": "sft", "model": {"dtype": "bfloat16"}}))
+
+
 def test_logits_of_a_float32_model_are_the_same_either_way() -> None:
     trainer_plan(_config(trainer={"model": {"head_dtype": "model"}}))
 
