@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -16,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import AdapterError
+from harness_sdk.fingerprints import file_sha256
 
 _CHUNK_BYTES = 1 << 23
 _DTYPES = ("F32", "BF16", "F16")
@@ -53,46 +52,44 @@ def shared_folder(version: int, uri: str, shared: Path) -> Path:
     return folder
 
 
-def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> str:
+def copy_adapter(version: int, source: Path, folder: Path, max_bytes: int) -> None:
     """Copy the two files of a version from a folder that the trainer shares.
-
-    Returns:
-        sha256 of the copied tensors, in hex.
 
     Raises:
         AdapterError: One is missing, no regular file or too large.
     """
-    sha256 = ""
     for name, limit in (
         (control.ADAPTER_FILE, max_bytes),
         (control.ADAPTER_CONFIG_FILE, control.MAX_ADAPTER_CONFIG_BYTES),
     ):
         with _opened(version, source / name) as read:
-            found = _copy(read, folder / name, limit)
-        if found is None:
+            is_whole = _copy(read, folder / name, limit)
+        if not is_whole:
             raise AdapterError(
                 f"{name} of adapter {version} is too large",
                 value=source,
                 limit=f"{limit} bytes",
                 remedy="raise adapters.max_bytes or lower the rank",
             )
-        sha256 = sha256 or found
-    return sha256
 
 
-def check_files(announcement: PolicyAnnouncement, folder: Path, sha256: str) -> None:
-    """Compare the copied files with what was announced.
+def check_sha256(announcement: PolicyAnnouncement, folder: Path) -> None:
+    """Compare the bytes of the copied tensors with what was announced; takes a while.
 
-    Args:
-        announcement: What was announced.
-        folder: The copies.
-        sha256: Hash of the copied tensors.
+    Raises:
+        AdapterError: They are others.
+    """
+    found = file_sha256(folder / control.ADAPTER_FILE)
+    _expect(f"sha256 of adapter {announcement.version}", found, announcement.sha256)
+
+
+def check_files(announcement: PolicyAnnouncement, folder: Path) -> None:
+    """Compare all but the values of the copied files with what was announced.
 
     Raises:
         AdapterError: They are others, or none of PEFT's.
     """
     version = announcement.version
-    _expect(f"sha256 of adapter {version}", sha256, announcement.sha256)
     _check_tensors(announcement, folder / control.ADAPTER_FILE)
     try:
         config = json.loads((folder / control.ADAPTER_CONFIG_FILE).read_bytes())
@@ -123,21 +120,18 @@ def _opened(version: int, path: Path) -> BinaryIO:
     return file
 
 
-def _copy(read: BinaryIO, target: Path, max_bytes: int) -> str | None:
-    """Copy a file of at most `max_bytes`; returns the sha256 of what was written, hashed
-    meanwhile, or None where there is more."""
+def _copy(read: BinaryIO, target: Path, max_bytes: int) -> bool:
+    """Copy a file of at most `max_bytes`; whether it had no more."""
     if os.fstat(read.fileno()).st_size > max_bytes:
-        return None
-    digest, left = hashlib.sha256(), max_bytes
-    with target.open("wb") as written, ThreadPoolExecutor(1) as pool:
+        return False
+    left = max_bytes
+    with target.open("wb") as written:
         while chunk := read.read(_CHUNK_BYTES):
             left -= len(chunk)
             if left < 0:
-                return None
-            hashing = pool.submit(digest.update, chunk)
+                return False
             written.write(chunk)
-            hashing.result()
-    return digest.hexdigest()
+    return True
 
 
 def _check_tensors(announcement: PolicyAnnouncement, path: Path) -> None:

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import AdapterError, HarnessError, Unavailable
-from harness_sdk.fingerprints import file_sha256
 from rollout_service.adapter_files import (
     check_files,
+    check_sha256,
     copy_adapter,
     make_empty,
     shared_folder,
@@ -147,8 +147,12 @@ class Adapters:
             self._set_waiting(None)
         try:
             await asyncio.to_thread(make_empty, folder)
-            sha256 = await self._bring(announcement, folder)
-            await asyncio.to_thread(check_files, announcement, folder, sha256)
+            await self._bring(announcement, folder)
+            await asyncio.to_thread(check_files, announcement, folder)
+            has_slot = self._waiting is None and await self._free_slot()
+            if not has_slot:
+                # What waits gives its place to a whole one alone.
+                await asyncio.to_thread(check_sha256, announcement, folder)
         except BaseException as error:
             await self._background.finish(_remove(folder))
             if isinstance(error, OSError) and not isinstance(error, HarnessError):
@@ -162,7 +166,7 @@ class Adapters:
         if self._waiting is not None:
             logger.info("version %d takes the place of %d", version, self._waiting.version)
             await _remove(self._adapter_folder(self._waiting.version))
-        if await self._free_slot():
+        if has_slot or await self._free_slot():
             await self._load(announcement)
         else:
             self._wait(announcement)
@@ -183,14 +187,23 @@ class Adapters:
 
     async def _load(self, announcement: PolicyAnnouncement) -> None:
         """Load, prove and serve a version that is on disk, in the slot that is free for it."""
-        version = announcement.version
+        version, folder = announcement.version, self._adapter_folder(announcement.version)
         self._set_waiting(None)
         try:
-            await self._engine.load_adapter(version, str(self._adapter_folder(version)))
+            # Hashed meanwhile, which takes as long: nothing serves before both are done.
+            other_bytes, failure = await asyncio.gather(
+                asyncio.to_thread(check_sha256, announcement, folder),
+                self._engine.load_adapter(version, str(folder)),
+                return_exceptions=True,
+            )
+            if failure is not None:
+                raise other_bytes or failure
         except BaseException:
-            await self._background.finish(_remove(self._adapter_folder(version)))
+            await self._background.finish(_remove(folder))
             raise
         try:
+            if other_bytes is not None:
+                raise other_bytes
             checksums, probe = await self._prove(announcement)
         except BaseException:
             # Loaded and unproven: no episode may begin with it.
@@ -287,21 +300,21 @@ class Adapters:
         if len(announcement.probe_token_ids) < 2:
             raise AdapterError(f"adapter {version} comes without a probe of two tokens or more")
 
-    async def _bring(self, announcement: PolicyAnnouncement, folder: Path) -> str:
-        """Copy the adapter's two files to `folder`; returns the tensors' sha256."""
+    async def _bring(self, announcement: PolicyAnnouncement, folder: Path) -> None:
+        """Copy the adapter's two files to `folder`."""
         version, uri = announcement.version, announcement.uri
         if uri == f"redis:{control.adapter_key(self._run, version)}":
             await self._fetch_patiently(version, folder)
-            return await asyncio.to_thread(file_sha256, folder / control.ADAPTER_FILE)
-        if urlsplit(uri).scheme == "file":
+        elif urlsplit(uri).scheme == "file":
             source = await asyncio.to_thread(shared_folder, version, uri, self._shared)
-            return await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)
-        raise AdapterError(
-            f"adapter {version} is nowhere that this replica looks",
-            value=uri,
-            limit=f"redis:{control.adapter_key(self._run, version)}, or file:///folder in"
-            f" {self._shared}",
-        )
+            await asyncio.to_thread(copy_adapter, version, source, folder, self._max_bytes)
+        else:
+            raise AdapterError(
+                f"adapter {version} is nowhere that this replica looks",
+                value=uri,
+                limit=f"redis:{control.adapter_key(self._run, version)}, or file:///folder in"
+                f" {self._shared}",
+            )
 
     async def _fetch_patiently(self, version: int, folder: Path) -> None:
         """Fetch through a restart of Redis: the announcement does not come a second time."""

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import resource
+import threading
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import rollout_service.adapters
 from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement, ReplicaState
 from harness_sdk.errors import EngineError
+from rollout_service.adapter_files import check_sha256
 from rollout_service.adapters import Adapters
 from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.stream import EpisodeStream
@@ -209,6 +211,31 @@ async def test_wrong_announcement_is_refused_with_its_reason(
     assert named in caplog.text
     assert state.versions == (0, 1)
     assert replica.adapters.newest() == 1
+    # Nothing of it is left, neither on disk nor in the engine.
+    state = await replica.adapters.apply(replica.announce(2, replica.adapter(2)))
+    assert (state.versions, state.error) == ((0, 1, 2), "")
+
+
+async def test_the_file_is_hashed_while_the_engine_loads_it(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashing, loading = threading.Event(), asyncio.Event()
+    load, check, loop = replica.engine.load_adapter, check_sha256, asyncio.get_running_loop()
+
+    async def load_beside(version: int, path: str) -> None:
+        loading.set()
+        assert await asyncio.to_thread(hashing.wait, 5)
+        await load(version, path)
+
+    def check_beside(announcement: PolicyAnnouncement, folder: Path) -> None:
+        hashing.set()
+        asyncio.run_coroutine_threadsafe(loading.wait(), loop).result(5)
+        check(announcement, folder)
+
+    monkeypatch.setattr(replica.engine, "load_adapter", load_beside)
+    monkeypatch.setattr("rollout_service.adapters.check_sha256", check_beside)
+    state = await replica.adapters.apply(replica.announce(1, replica.adapter(1)))
+    assert (state.versions, state.error) == ((0, 1), "")
 
 
 @pytest.mark.parametrize(

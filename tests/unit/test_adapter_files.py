@@ -19,7 +19,7 @@ from harness_sdk import control
 from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import AdapterError
 from rollout_service import adapter_files
-from rollout_service.adapter_files import check_files, copy_adapter, shared_folder
+from rollout_service.adapter_files import check_files, check_sha256, copy_adapter, shared_folder
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 GOOD = {f"{PREFIX}.lora_A.weight": (4, 8), f"{PREFIX}.lora_B.weight": (8, 4)}
@@ -40,7 +40,8 @@ def check(folder: Path, **changed: Any) -> None:
         version=1, sha256=sha256, num_tensors=2, rank=4, alpha=8.0, uri="", base_model="b",
         probe_token_ids=(1, 2),
     )  # fmt: skip
-    check_files(replace(announcement, **changed), folder, sha256)
+    check_sha256(replace(announcement, **changed), folder)
+    check_files(replace(announcement, **changed), folder)
 
 
 def test_a_good_adapter_passes(tmp_path: Path) -> None:
@@ -48,8 +49,9 @@ def test_a_good_adapter_passes(tmp_path: Path) -> None:
     target.mkdir()
     assert shared_folder(1, source.as_uri(), tmp_path) == source
     size = (source / control.ADAPTER_FILE).stat().st_size
-    sha256 = copy_adapter(1, source, target, size)
-    assert sha256 == hashlib.sha256((source / control.ADAPTER_FILE).read_bytes()).hexdigest()
+    copy_adapter(1, source, target, size)
+    copied, sent = ((folder / control.ADAPTER_FILE).read_bytes() for folder in (target, source))
+    assert copied == sent
     check(target)
     with pytest.raises(AdapterError, match=f"too large.*{size - 1} bytes"):
         copy_adapter(1, source, target, size - 1)
@@ -61,7 +63,7 @@ def test_more_bytes_than_a_file_has_at_first_are_counted_too(tmp_path: Path) -> 
     os.write(writer, b"12345")
     os.close(writer)
     with open(reader, "rb") as file:
-        assert adapter_files._copy(file, tmp_path / "copy", 4) is None
+        assert adapter_files._copy(file, tmp_path / "copy", 4) is False
 
 
 def test_an_address_leads_to_the_runs_folder_alone(tmp_path: Path) -> None:

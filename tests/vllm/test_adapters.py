@@ -187,6 +187,12 @@ async def test_a_rehearsal_loads_and_scores_and_leaves_nothing(
 
     async def counted(version: int, cursor: Cursor, score_from: int, *, keep: bool) -> object:
         assert {version} == core.builder.adapters.keys() - loaded.keys()
+        rehearsed = core.builder.adapters[version]
+        assert rehearsed is not None
+        # As large as one may be.
+        names = {name.rpartition(".")[2] for name, *_ in rehearsed.specs}
+        assert names == {*core.adapters.reader.targets()}
+        assert {rank for _, rank, *_ in rehearsed.specs} == {core.adapters.max_rank}
         scored.append(len(cursor.token_ids))
         return await score(version, cursor, score_from, keep=keep)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import torch
-from torch import nn
 
 from harness_sdk.errors import AdapterError
 from rollout_service.engine.vllm.builder import FootingBuilder
@@ -39,26 +38,22 @@ class Adapters:
             max_rank: Highest rank that a slot holds.
             dtype: Of the serving buffers.
         """
+        self.reader = reader
+        self.max_rank = max_rank
+        self.dtype = dtype
         self._builder = builder
-        self._reader = reader
         self._max_adapters = max_adapters
-        self._max_rank = max_rank
-        self._dtype = dtype
         self._lock = asyncio.Lock()
-
-    async def shapes(self) -> nn.Module:
-        """The base model without its weights, built once."""
-        return await asyncio.to_thread(self._reader.shapes)
 
     async def load(self, version: int, path: str) -> None:
         """Load a PEFT folder as `version`; see `Engine.load_adapter`."""
         self._check_new(version)
-        adapter = await asyncio.to_thread(self._reader.read, path, max_rank=self._max_rank)
+        adapter = await asyncio.to_thread(self.reader.read, path, max_rank=self.max_rank)
         async with self._lock:
             self._check_new(version)
             # Hashed on threads while vLLM loads.
             expected = asyncio.ensure_future(
-                asyncio.to_thread(expected_tensors, adapter, self._dtype)
+                asyncio.to_thread(expected_tensors, adapter, self.dtype)
             )
             request = await self._builder.client.load_lora(version, path)
             self._builder.adapters[version] = LoadedAdapter(

@@ -1,11 +1,13 @@
 """A version that changes nothing, loaded, used and dropped before the first caller comes.
 
 What the first version would wait for is done by then: vLLM compiles at the first score, and its
-LoRA kernels once for each kind of number of rows.
+LoRA kernels once for each kind of number of rows. The version is as large as one may be, so the
+pinned memory that loading and reading back take is PyTorch's already.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import tempfile
@@ -26,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 2**31 - 1
 """No policy's."""
-_TARGET = "o_proj"
-"""Every architecture has it, and the kernels of all modules run whichever an adapter changes."""
 _NUM_ROWS = (32, 33, 128, 129)
 """Even and odd ones, of the two sizes at which the kernels change."""
 
@@ -43,7 +43,7 @@ async def rehearse(adapters: Adapters, builder: FootingBuilder, *, max_tokens: i
     begin_s = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="octopus-rehearsal-") as folder:
-            _write_zeros(Path(folder), await adapters.shapes())
+            await asyncio.to_thread(_write_zeros, Path(folder), adapters)
             await adapters.load(_VERSION, folder)
         try:
             await _use(adapters, builder, max_tokens)
@@ -64,21 +64,25 @@ async def _use(adapters: Adapters, builder: FootingBuilder, max_tokens: int) -> 
             await builder.score(_VERSION, cursor, 1, keep=False)
 
 
-def _write_zeros(folder: Path, base: nn.Module) -> None:
-    """Write an adapter of rank 1 that adds nothing to `base`."""
+def _write_zeros(folder: Path, adapters: Adapters) -> None:
+    """Write an adapter of the highest rank that adds nothing to any module it may change."""
+    rank, targets = adapters.max_rank, adapters.reader.targets()
     tensors: dict[str, torch.Tensor] = {}
-    for name, module in base.named_modules():
-        if isinstance(module, nn.Linear) and name.endswith(f".{_TARGET}"):
-            prefix = f"base_model.model.{name}.lora_"
-            tensors[f"{prefix}A.weight"] = torch.zeros(1, module.in_features)
-            tensors[f"{prefix}B.weight"] = torch.zeros(module.out_features, 1)
+    for name, module in adapters.reader.shapes().named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets:
+            for part, shape in (
+                ("A", (rank, module.in_features)),
+                ("B", (module.out_features, rank)),
+            ):
+                zeros = torch.zeros(shape, dtype=adapters.dtype)
+                tensors[f"base_model.model.{name}.lora_{part}.weight"] = zeros
     save_file(tensors, folder / ADAPTER_FILE)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": 1,
-        "lora_alpha": 1,
-        "target_modules": [_TARGET],
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(targets),
         "bias": "none",
     }
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
