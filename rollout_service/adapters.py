@@ -27,6 +27,7 @@ from rollout_service.adapter_files import (
 )
 from rollout_service.background import Background
 from rollout_service.engine.base import Engine
+from rollout_service.engine.checks import check_probe
 
 logger = logging.getLogger(__name__)
 
@@ -297,8 +298,7 @@ class Adapters:
                 limit=base,
                 remedy="give trainer and rollout the same model folder",
             )
-        if len(announcement.probe_token_ids) < 2:
-            raise AdapterError(f"adapter {version} comes without a probe of two tokens or more")
+        check_probe(self._engine.info, announcement.probe_token_ids)
 
     async def _bring(self, announcement: PolicyAnnouncement, folder: Path) -> None:
         """Copy the adapter's two files to `folder`."""

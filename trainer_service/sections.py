@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from harness_sdk.control import MAX_PROBE_TOKENS
+
 
 class Options(BaseModel):
     """Base of every section."""
@@ -195,8 +197,9 @@ class PublishOptions(Options):
     """Seconds that a live replica has to serve a version and say so."""
     min_replicas: int = Field(default=0, ge=0)
     """Acknowledgements without which the run stops; 0 goes on alone."""
-    probe_tokens: int = Field(default=16, ge=2)
-    """Length of the probe, the first tokens of the step's first episode."""
+    probe_tokens: int = Field(default=16, ge=2, le=MAX_PROBE_TOKENS)
+    """Length of the probe, the first tokens of the step's first episode; a replica's turns wait
+    for its passes."""
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest |delta logp| of the probe; unset is 1e-3, and 0.1 in bfloat16 and float16."""
     in_flight: Literal["cross", "wait"] = "cross"

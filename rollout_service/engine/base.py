@@ -174,7 +174,13 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int], *, policy_version: int) -> tuple[float, ...]:
-        """Log-probability of `token_ids[1:]` from a cold run, in nats: the probe."""
+        """Log-probability of `token_ids[1:]` from a cold run, in nats: the probe.
+
+        Raises:
+            InvalidRequest: Not 2 to `MAX_PROBE_TOKENS` tokens, more than the model has positions,
+                or an unknown token.
+            AdapterError: `policy_version` is not loaded.
+        """
         ...
 
     def stats(self) -> EngineStats:

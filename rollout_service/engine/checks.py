@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness_sdk.control import MAX_PROBE_TOKENS
 from harness_sdk.errors import AdapterError, BudgetExhausted, InvalidRequest
 from rollout_service.cursors import Cursor
 from rollout_service.engine.base import EngineInfo
@@ -63,6 +64,24 @@ def check_token_ids(info: EngineInfo, token_ids: Sequence[int]) -> None:
             limit=f"0 to {info.vocab_size - 1}",
             remedy="serve the tokenizer that belongs to the model",
         )
+
+
+def check_probe(info: EngineInfo, token_ids: Sequence[int]) -> None:
+    """Refuse a probe that turns would wait for, and one that the model cannot compute.
+
+    Raises:
+        InvalidRequest: Not 2 to `MAX_PROBE_TOKENS` tokens, more than the model has positions, or
+            an unknown token.
+    """
+    longest = min(MAX_PROBE_TOKENS, info.max_positions)
+    if not 2 <= len(token_ids) <= longest:
+        raise InvalidRequest(
+            "probe of too few or too many tokens",
+            value=len(token_ids),
+            limit=f"2 to {longest}",
+            remedy="set the trainer's publish.probe_tokens within it",
+        )
+    check_token_ids(info, token_ids)
 
 
 def check_version(version: int, loaded: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from harness_sdk.errors import AdapterError, InvalidRequest
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
-from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
+from rollout_service.engine.checks import check_cursor, check_probe, check_version
 
 DRY_INFO = EngineInfo(
     name="dry",
@@ -141,7 +141,7 @@ class DryEngine:
     async def score(self, token_ids: Sequence[int], *, policy_version: int) -> tuple[float, ...]:
         """0.0 nats for each of `token_ids[1:]`."""
         check_version(policy_version, list(self._versions))
-        check_token_ids(self._info, token_ids)
+        check_probe(self._info, token_ids)
         return (0.0,) * (len(token_ids) - 1)
 
     def stats(self) -> EngineStats:

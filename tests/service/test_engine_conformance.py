@@ -418,6 +418,14 @@ async def test_faulty_adapter_is_refused_by_name_and_the_old_one_serves(
     assert await engine.score(probe, policy_version=1) == pytest.approx(expected, abs=tolerance)
 
 
+async def test_probe_of_too_few_or_too_many_tokens_is_refused(play: Play) -> None:
+    before = play.engine.stats().tokens_computed
+    for count in (0, 1, 1025, 25_000):
+        with pytest.raises(InvalidRequest, match=rf"got {count}; allowed: 2 to \d+; set the train"):
+            await play.engine.score((5,) * count, policy_version=0)
+    assert play.engine.stats().tokens_computed == before
+
+
 async def test_adapter_of_another_base_model_is_refused(
     hybrid: Play, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

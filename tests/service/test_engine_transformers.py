@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as hf
 
+from harness_sdk.control import MAX_PROBE_TOKENS
 from harness_sdk.errors import ConfigError, EngineError, ResourceExhausted, Unavailable
 from harness_sdk.fingerprints import model_hash
 from harness_sdk.types import SamplingOptions
@@ -276,6 +277,24 @@ async def test_pressure_evicts_the_least_recently_used(
     play.check(await newcomer)
     assert engine.stats().tokens_recomputed["eviction"] == before
     assert engine.stats().tokens_resident <= 100
+    await engine.close()
+
+
+async def test_turns_go_on_between_the_passes_of_a_probe(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{TransformersEngine.__module__}._STEP_TOKENS", {"cpu": 64})
+    engine = TransformersEngine(str(model_folder("qwen3_5")))
+    await engine.start()
+    reference = Reference(sharp_model("qwen3_5"), engine.info.mount_layers)
+    play = Play(engine=engine, reference=reference, rng=random.Random(1))
+    turn = asyncio.create_task(play.turn(await play.extend(None, 9), 60, seed=1))
+    while engine.stats().tokens_sampled == 0:
+        await asyncio.sleep(0.001)
+    before = engine.stats().tokens_sampled
+    await engine.score(play.tokens(MAX_PROBE_TOKENS), policy_version=0)
+    assert engine.stats().tokens_sampled >= before + MAX_PROBE_TOKENS // 64
+    play.check(await turn)
     await engine.close()
 
 

@@ -41,6 +41,7 @@ def test_trainer_config_takes_every_objective(objective: str) -> None:
         (("--objective", "sft", "--batch.epochs", "2"), "batch.records"),
         (("--batch.records", "x"), "records .* objective dag_grpo"),
         (("--batch.min-group", "9"), "got 9; allowed: 2..8"),
+        (("--publish.probe-tokens", "1025"), "probe_tokens .* got '?1025'?; allowed: .*1024"),
         (("--batch.staleness", "correct"), "importance_cap"),
         (("--batch.advantages", "mean"), "got mean; allowed: leave_one_out, group_mean"),
         (("--loss.importance", "mask"), "no loss.importance_cap"),

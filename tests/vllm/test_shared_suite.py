@@ -20,6 +20,7 @@ from tests.service.test_engine_conformance import (
     test_mount_of_rewound_steps_stays_readable,  # noqa: F401
     test_mount_recomputes_nothing_and_reads_the_producer,  # noqa: F401
     test_mounts_equal_the_oracle,  # noqa: F401
+    test_probe_of_too_few_or_too_many_tokens_is_refused,  # noqa: F401
     test_racing_identical_roots_are_computed_once,  # noqa: F401
     test_release_of_everything_returns_to_zero,  # noqa: F401
     test_requests_past_a_limit_are_refused_by_name,  # noqa: F401

@@ -16,7 +16,7 @@ from harness_sdk.fingerprints import model_hash
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
-from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
+from rollout_service.engine.checks import check_cursor, check_probe, check_version
 from rollout_service.engine.transformers.adapters import AdapterSlots, read_adapter
 from rollout_service.engine.transformers.model import StripModel
 from rollout_service.engine.transformers.requests import (
@@ -286,9 +286,8 @@ class TransformersEngine:
 
     async def score(self, token_ids: Sequence[int], *, policy_version: int) -> tuple[float, ...]:
         """Log-probability of `token_ids[1:]` from a cold run that leaves nothing behind."""
-        check_token_ids(self.info, token_ids)
+        check_probe(self.info, token_ids)
         cursor = child_cursor(None, tuple(token_ids), mounts=(), policy_version=policy_version)
-        check_cursor(self.info, cursor)
         request = await self._result(
             lambda receive: ScoreRequest(
                 version=policy_version, receive=receive, target=cursor, score_from=1, is_probe=True

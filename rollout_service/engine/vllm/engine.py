@@ -16,7 +16,7 @@ from harness_sdk.errors import InvalidRequest, Unavailable
 from harness_sdk.types import SamplingOptions
 from rollout_service.cursors import Cursor, Mount, child_cursor
 from rollout_service.engine.base import EngineInfo, EngineStats, Generated, SampledToken
-from rollout_service.engine.checks import check_cursor, check_token_ids, check_version
+from rollout_service.engine.checks import check_cursor, check_probe, check_version
 from rollout_service.engine.vllm.builder import FootingBuilder
 from rollout_service.engine.vllm.core import Core, start_core
 from rollout_service.engine.vllm.footing import hides_mounts
@@ -258,10 +258,9 @@ class VllmEngine:
 
     async def score(self, token_ids: Sequence[int], *, policy_version: int) -> tuple[float, ...]:
         """Log-probability of `token_ids[1:]` from a cold run that leaves nothing behind."""
-        check_token_ids(self.info, token_ids)
+        check_probe(self.info, token_ids)
         self._check_version(policy_version)
         cursor = child_cursor(None, tuple(token_ids), mounts=(), policy_version=policy_version)
-        self._check(cursor)
         check_prompt(cursor, self._shortest_prompt, is_scored=True)
         return await self._computed(
             policy_version, lambda builder: builder.score(policy_version, cursor, 1, keep=False)
