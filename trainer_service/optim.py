@@ -16,8 +16,10 @@ from harness_sdk.errors import ConfigError
 from trainer_service.sections import OptimOptions
 
 _MAX_HALVED = 8
-"""Times that the scale is halved for one step. Gradients that are not finite at any scale would
-halve it down to where those of all later steps vanish."""
+"""Times that a step is computed again with half the scale. One that is finite at none of them is
+skipped and leaves half the scale it began with, as `GradScaler` users know it from any skipped
+step: not a 512th, where gradients of later steps would vanish, and not the whole, from which a run
+that needs far less would never come down to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +113,14 @@ class Optimizer:
             overflowed = (
                 self._scaler.is_enabled() and math.isfinite(loss) and self._num_halved < _MAX_HALVED
             )
+            began_at = self.loss_scale * 2**self._num_halved
             self._scaler.update()
             self.zero_grad()
             if overflowed:
                 self._num_halved += 1
             else:
+                if self._num_halved:
+                    self._scaler.update(began_at / 2)
                 self.num_skipped += 1
                 self.skipped_in_a_row += 1
                 self._num_halved = 0

@@ -9,6 +9,7 @@ model equally often, some of them without an episode.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from trainer_service.probe import Probe
 from trainer_service.ranks import Ranks
 from trainer_service.share import Share, divide, split_episodes
 from trainer_service.strip import Strip
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +93,21 @@ def train_step(
     check_model(batch.episodes, policy.model_hash, policy.vocab_size)
     own = NumberTypes(dtype=policy.dtype, head_dtype=policy.head_dtype)
     check_types(batch.episodes, own, config)
-    begin = time.monotonic()
+    begin, scale = time.monotonic(), optimizer.loss_scale
     shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
     stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
     figures, balance = _gathered(stepped, ranks)
     outcome, seconds = stepped.outcome, time.monotonic() - begin
+    if outcome.skipped:
+        log.warning(
+            "step skipped, nothing learned: loss %g, gradient norm %g%s",
+            stepped.loss,
+            outcome.grad_norm,
+            f"; the loss scale began at {scale:g} and is {optimizer.loss_scale:g} now"
+            if optimizer.loss_scale != scale
+            else "",
+            extra={"policy_version": version},
+        )
     metrics = {
         "loss/total": stepped.loss,
         "optim/grad_norm": outcome.grad_norm,

@@ -119,6 +119,10 @@ def test_a_gradient_that_is_finite_at_no_scale_is_skipped_in_the_end() -> None:
             num_tries += 1
         assert num_tries == 9
         assert optimizer.num_skipped == optimizer.skipped_in_a_row == num_skipped
+        # Half for each, as of any step that GradScaler skips.
+        assert optimizer.loss_scale == 65536.0 / 2**num_skipped
+    parameter.grad = torch.full((3,), optimizer.loss_scale)
+    assert optimizer.step(loss=1.0).grad_norm == pytest.approx(math.sqrt(3))
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -258,6 +258,23 @@ def test_step_whose_scaled_gradients_overflow_is_computed_again(model: Path) -> 
     assert relative_rms(other, one) < 1e-2
 
 
+def test_step_that_overflows_at_every_scale_is_told_and_costs_one_halving(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(model, "dag_grpo")
+    policy = _policy(config, "float16")
+    optimizer = new_optimizer(policy, config)
+    optimizer._scaler.update(2.0**40)
+    before = _flat([p.detach() for p in policy.trainable_parameters()])
+    result = train_step(policy, optimizer, _batch(), config, version=1)
+    assert result.skipped and result.metrics["optim/skipped"] == 1.0
+    assert result.metrics["optim/loss_scale"] == 2.0**39
+    assert torch.equal(_flat([p.detach() for p in policy.trainable_parameters()]), before)
+    (told,) = caplog.messages
+    assert told.startswith("step skipped, nothing learned: loss ")
+    assert told.endswith("the loss scale began at 1.09951e+12 and is 5.49756e+11 now")
+
+
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
