@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from harness_sdk._cancellation import end
+from harness_sdk.cli.interpreter import uncollected
 from harness_sdk.cli.settings import render_config
 from harness_sdk.control import ReplicaState
 from harness_sdk.errors import AdapterError, ConfigError, Unavailable
@@ -288,7 +289,8 @@ def _new_engine(
     """The engine that the configuration names; neither one imports the other's packages."""
     if config.engine.name == "vllm":
         return _vllm_engine(config, tokenizer, on_end)
-    from rollout_service.engine.transformers import TransformersEngine
+    with uncollected():
+        from rollout_service.engine.transformers import TransformersEngine
 
     return TransformersEngine(
         str(config.model.path),

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from harness_sdk.errors import ConfigError
+from harness_sdk.redis_client import redis_client
 from trainer_service.number_types import NARROW
 from trainer_service.sections import (
     BatchOptions,
@@ -105,6 +106,26 @@ class TrainerConfig(Options):
         if self.publish.probe_tolerance is not None:
             return self.publish.probe_tolerance
         return 0.1 if self.model.dtype in NARROW else 1e-3
+
+    def require_inputs(self) -> None:
+        """Refuse what is not there before torch is imported, which takes seconds.
+
+        Raises:
+            ConfigError: No model is in its folder, or redis.url is no address.
+            OSError: The file of records cannot be read.
+        """
+        assert self.model.path is not None
+        if not (self.model.path / "config.json").is_file():
+            raise ConfigError(
+                "no model there",
+                value=self.model.path,
+                limit="a Hugging Face folder with config.json",
+                remedy="correct model.path",
+            )
+        if self.batch.records is not None:
+            self.batch.records.open("rb").close()
+        if self.batch.records is None or self.publishes:
+            redis_client(self.redis.url)
 
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import signal
 import sys
 from typing import TYPE_CHECKING
 
+from harness_sdk.cli.interpreter import uncollected
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.log_ids import set_ids
 
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from trainer_service.launch import place
 
     rank, _ = place()
+    config.require_inputs()
     if rank:
         _follow(config)
         return 0
@@ -61,8 +64,9 @@ def _follow(config: TrainerConfig) -> None:
     """A process beside the first that torchrun started; that one says when to stop."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    from trainer_service.follower import follow
-    from trainer_service.ranks import Ranks
+    with uncollected():
+        from trainer_service.follower import follow
+        from trainer_service.ranks import Ranks
 
     ranks = Ranks.join(config.model.device)
     follow(config.on_device(ranks.device), ranks)
@@ -86,9 +90,10 @@ async def _train(config: TrainerConfig) -> None:
         loop.add_signal_handler(each, ask_to_stop, each)
     logger.info("run %s, objective %s, in %s", config.run, config.objective, config.folder)
     # torch and transformers are imported from here on, off the event loop.
-    train = (await asyncio.to_thread(__import__, "trainer_service.loop", fromlist=["train"])).train
+    with uncollected():
+        loop_module = await asyncio.to_thread(importlib.import_module, "trainer_service.loop")
     from trainer_service.ranks import Ranks
 
     ranks = await asyncio.to_thread(Ranks.join, config.model.device)
-    await train(config.on_device(ranks.device), stop, ranks)
+    await loop_module.train(config.on_device(ranks.device), stop, ranks)
     ranks.leave()

@@ -211,7 +211,8 @@ def test_reader_of_the_log_that_leaves_keeps_no_process(model: Path, tmp_path: P
     process = subprocess.Popen(
         [
             sys.executable, "-m", "trainer_service", "--model.path", str(model),
-            "--run-folder", str(tmp_path), "--redis.url", "http://h",
+            "--run-folder", str(tmp_path), "--redis.url", f"redis://127.0.0.1:{free_port()}",
+            "--mqtt.url", f"mqtt://127.0.0.1:{free_port()}", "--mqtt.patience-s", "0.3",
         ],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip

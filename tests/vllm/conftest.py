@@ -80,8 +80,12 @@ class Fleet:
         await self._exit.aclose()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Family by family, so that each engine starts once; tests with engines of their own first."""
+    """Family by family, so that each engine starts once; tests with engines of their own first.
+
+    With xdist's `--dist loadgroup` a process has all tests of a family.
+    """
     families = list(DTYPES)
 
     def order(item: pytest.Item) -> int:
@@ -89,7 +93,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         family = chosen.params.get("family") if chosen is not None else None
         if "served_bf16" in getattr(item, "fixturenames", ()):
             family = "qwen3_5"
-        return families.index(family) if family in families else -1
+        if family not in families:
+            return -1
+        item.add_marker(pytest.mark.xdist_group(family))
+        return families.index(family)
 
     items.sort(key=order)
 
