@@ -154,7 +154,9 @@ class VllmOptions(Options):
 
     arguments: dict[str, JsonValue] = {}
     """Further engine arguments of vLLM by its own names, as {attention_backend = "TRITON_ATTN"};
-    what has a setting here, or is the service's to decide, is refused."""
+    what has a setting here, or is the service's to decide, is refused. On a GPU compilation_config
+    is {mode = 0, cudagraph_mode = "FULL_DECODE_ONLY"}, as in all benchmarks: graphs for decoding,
+    no inductor; what is given here comes over these two."""
 
     @field_validator("arguments")
     @classmethod

@@ -23,8 +23,6 @@ GPU_ARGUMENTS = {
     "kv_cache_memory_bytes": 12 << 30,
     # Nothing is compiled, and decoding is captured at the sizes that occur: a start of seconds.
     "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
     },
 }

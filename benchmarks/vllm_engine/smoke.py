@@ -160,8 +160,6 @@ async def _case(name: str, device: str, folder: Path, ranks: int) -> dict[str, d
             "gpu_memory_utilization": 0.1,
             "gdn_prefill_backend": "triton",
             "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [1, 2, 4, 8],
             },
         }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import CompilationConfig
 
 from harness_sdk.errors import ConfigError
 from rollout_service.config import RolloutConfig
@@ -92,6 +93,30 @@ async def test_overrides_of_the_model_come_beside_the_type_of_its_logits(
     )
     with pytest.raises(ConfigError, match=r"^torch\.float32, 0\.5$"):
         await engine.start()
+
+
+async def test_a_gpu_captures_decoding_and_compiles_nothing_unless_asked(
+    servable_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(**arguments: Any) -> None:
+        compilation = CompilationConfig(**arguments["compilation_config"])
+        told = compilation.mode, compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
+        raise ValueError(f"{[getattr(each, 'name', each) for each in told]}")
+
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs.__init__", lambda _, **a: stop(**a))
+    for given, expected in (
+        ({}, r"\['NONE', 'FULL_DECODE_ONLY', None\]"),
+        ({"cudagraph_capture_sizes": [1, 2]}, r"\['NONE', 'FULL_DECODE_ONLY', \[1, 2\]\]"),
+        ({"mode": 3}, r"\['VLLM_COMPILE', 'FULL_DECODE_ONLY', None\]"),
+    ):
+        engine = VllmEngine(
+            str(servable_folder / "llama"),
+            device="cuda",
+            max_adapters=0,
+            vllm_arguments={"compilation_config": given} if given else {},
+        )
+        with pytest.raises(ConfigError, match=expected):
+            await engine.start()
 
 
 async def test_experts_beside_adapters_are_refused_on_the_cpu(servable_folder: Path) -> None:

@@ -33,6 +33,13 @@ MOUNT_LAYERS_KEY = "octopus_mount_layers"
 _LIFELINE_KEY = "octopus_lifeline"
 _CPU_POOL_BYTES = 1 << 30
 """Where nothing else is asked for: left alone, vLLM takes most of the machine's memory."""
+DEVICE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "cpu": {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_POOL_BYTES},
+    # Graphs for decoding and nothing compiled by inductor, as measured: vLLM's own choice starts in
+    # three minutes in place of one.
+    "cuda": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+}
+"""What vLLM is asked for on each device, unless the caller asks for something else."""
 _NULL_BLOCKS = 1
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -140,7 +147,8 @@ def launch(
         async_scheduling: Whether the core schedules a step ahead.
         on_step: Told the pool's use, 0 to 1, after each step.
         output: Descriptor that takes what its processes write.
-        extra: Further engine arguments of vLLM, which win; its `hf_overrides` come beside ours.
+        extra: Further engine arguments of vLLM, which win; its `hf_overrides` and
+            `compilation_config` come beside ours.
 
     Returns:
         vLLM's `AsyncLLM`.
@@ -164,7 +172,6 @@ def launch(
         "enable_prefix_caching": False,
         "tensor_parallel_size": tensor_parallel_size,
         "async_scheduling": async_scheduling,
-        "enforce_eager": device == "cpu",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "seed": int.from_bytes(os.urandom(4), "big") >> 1,
@@ -173,9 +180,8 @@ def launch(
         "disable_log_stats": True,
         "enable_log_requests": False,
         "additional_config": {MOUNT_LAYERS_KEY: list(mount_layers)},
+        **DEVICE_ARGUMENTS[device],
     }
-    if device == "cpu":
-        arguments["kv_cache_memory_bytes"] = _CPU_POOL_BYTES
     if max_adapters:
         # On CPUs vLLM 0.32.0 adds the last slot's adapter to the base model's tokens wherever they
         # share a batch with an adapter's (it indexes by -1): one more slot, never filled, adds 0.
@@ -193,8 +199,11 @@ def launch(
         # The page size is known in the worker alone: a hybrid's follows its recurrent state's.
         arguments["additional_config"][POOL_KEY] = dataclasses.asdict(pool)
         arguments["max_model_len"] = min(pool.max_tokens, max_positions)
+    own = arguments.get("compilation_config", {})
     arguments |= dict(extra)
     arguments["hf_overrides"] = _overrides(head_dtype, extra.get("hf_overrides"))
+    if isinstance(compilation := extra.get("compilation_config"), Mapping):
+        arguments["compilation_config"] = {**own, **compilation}
     config = _engine_config(seams, arguments)
     # vLLM takes it back on CPUs, where its worker cannot overlap steps; the core can.
     config.scheduler_config.async_scheduling = async_scheduling
@@ -202,8 +211,8 @@ def launch(
         # On CPUs vLLM would start a second process, to bind threads that are the host's to bind.
         config.parallel_config.distributed_executor_backend = "uni"
     # A folder that was set by somebody else stays.
-    own = _sockets() if _sockets.cache_info().currsize else None
-    config.additional_config[_LIFELINE_KEY] = Lifeline(output, own)
+    sockets = _sockets() if _sockets.cache_info().currsize else None
+    config.additional_config[_LIFELINE_KEY] = Lifeline(output, sockets)
     return seams.AsyncLLM.from_vllm_config(
         config, disable_log_stats=True, stat_loggers=[_step_logger(seams.StatLoggerBase, on_step)]
     )
