@@ -39,8 +39,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README and everything written under docs/ and examples/; results of benchmarks aside."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    """READMEs and everything written under docs/ and examples/; results of benchmarks aside."""
+    found = [*ROOT.glob("*.md"), ROOT / "harness_sdk" / "README.md"]
+    found += [page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")]
     return [path for path in sorted(found) if path.parent.name not in ("benchmarks", "data")]
 
 

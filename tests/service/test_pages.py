@@ -31,6 +31,10 @@ _VARIABLES = ("OCTOPUS_TOKEN", "OCTOPUS_REDIS_URL", "OCTOPUS_MQTT_URL")
 _SHELL_S = 60
 
 
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT).with_suffix(""))
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageService]:
     with page_service(tmp_path_factory.mktemp("pages")) as running:
@@ -44,7 +48,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("path", [p for p in pages() if blocks(p)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in pages() if blocks(p)], ids=_name)
 def test_page_runs_as_it_is_printed(
     path: Path, service: PageService, tmp_path: Path, variables: pytest.MonkeyPatch
 ) -> None:
