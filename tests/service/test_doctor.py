@@ -216,6 +216,12 @@ def test_doctor_looks_into_the_model_folder(tmp_path: Path) -> None:
     found = _levels("--model", str(save_tiny_model(tmp_path, "llama")))
     assert found["model"].level == "ok"
     assert "llama" in found["model"].text
+    assert "weights" not in found
+    # As a snapshot of a cache of which nothing else is mounted.
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
+    unread = _levels("--model", str(tmp_path))["weights"]
+    assert unread.level == "fail" and "model.safetensors cannot be read" in unread.text
     assert found["training"].level == "ok"
     assert "q_proj" in found["training"].text
     assert "weights" not in found

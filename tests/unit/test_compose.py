@@ -200,18 +200,28 @@ def test_prometheus_reads_every_service(services: dict[str, Any], drawn: Path) -
     assert sorted(job["targets"]) == sorted(f"{name}:{port}" for name, port in ports.items())
 
 
-def test_dockerfile_copies_what_it_installs_and_runs_as_nobody() -> None:
+def test_dockerfile_copies_what_it_installs_and_runs_as_nobody(services: dict[str, Any]) -> None:
     text = (ROOT / "docker/Dockerfile").read_text()
-    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
-        for path in source.split():
-            assert (ROOT / path).exists(), path
+    stages = dict(re.findall(r"(?ms)^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", text))
+    own = {
+        name: " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", stage, re.MULTILINE)).split()
+        for name, stage in stages.items()
+    }
+    # A change of a source, or of the README, installs no dependency again.
+    assert own["dependencies"] == ["pyproject.toml", "constraints.txt"]
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    packages = built["targets"]["wheel"]["packages"]
+    assert own["package"] == ["README.md", "LICENSE", *(p.partition("/")[0] for p in packages)]
+    assert own["base"] == own["cpu"] == own["cuda"] == []
+    sent = re.findall("^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sent == own["dependencies"] + own["package"]
     (torch,) = re.findall(r"torch==\S+", text)
     assert torch in (ROOT / "constraints.txt").read_text().split()
     assert "--constraint constraints.txt" in text
-    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[2:]
-    assert [re.search(r" AS (\w+)", stage)[1] for stage in stages] == ["cpu", "cuda"]  # type: ignore[index]
-    for stage in stages:
-        assert re.findall(r"^USER (.+)$", stage, re.MULTILINE)[-1] == "10001:10001"
+    assert services["rollout"]["build"]["target"] in stages
+    for name in ("cpu", "cuda"):
+        assert re.findall(r"^COPY --from=(\w+)", stages[name], re.MULTILINE) == list(stages)[:2]
+        assert stages[name].rstrip().endswith("\nUSER 10001:10001")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="no wheel of hadolint")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_secrets_are_not_drawn_for_what_cannot_be(
     said = capsys.readouterr().err
     shown = repr(int(value) if option == "--days" else value)
     assert f"{option} cannot be used; got {shown}; allowed: " in said
+    assert not (tmp_path / "drawn").exists()
+
+
+def test_secrets_leave_no_folder_where_certificates_cannot_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "harness_sdk.cli.secrets.certificates", raising=False)
+    # As where it is not installed.
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert main(["secrets", str(tmp_path / "drawn")]) != 0
+    assert "need the package cryptography" in capsys.readouterr().err
     assert not (tmp_path / "drawn").exists()
 
 

@@ -42,11 +42,19 @@ def check_model(folder: Path) -> Iterator[Check]:
             name="model", level="fail", text=str(error).splitlines()[0],
             remedy="give a checkpoint that this transformers release knows",
         )  # fmt: skip
-    if not any(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         yield Check(
             name="weights", level="fail", text=f"no safetensors in {folder}",
             remedy="save the model with safetensors",
         )  # fmt: skip
+    # safetensors says of it that there is no such file.
+    for path in weights:
+        if not os.access(path, os.R_OK):
+            yield Check(
+                name="weights", level="fail", text=f"{path} cannot be read by this user",
+                remedy="let this user read it; where it is a link, give a copy",
+            )  # fmt: skip
     try:
         tokenizer = ChatTokenizer.load(folder)
         yield Check(name="tokenizer", level="ok", text=f"{tokenizer.vocab_size} ids")

@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(render_options(args))
         return 0
     _check(args)
-    _make_folder(args.folder)
     from harness_sdk.cli.secrets.certificates import Authority
 
+    _make_folder(args.folder)
     authority = Authority(days=args.days)
     files = authority.files()
     for service, names in {
