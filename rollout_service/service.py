@@ -6,39 +6,30 @@ import asyncio
 import contextlib
 import logging
 import signal
-import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import grpc
+from typing import Any
 
 from harness_sdk._cancellation import end
-from harness_sdk.cli.interpreter import uncollected
 from harness_sdk.cli.settings import render_config
 from harness_sdk.control import ReplicaState
-from harness_sdk.errors import AdapterError, ConfigError, Unavailable
+from harness_sdk.errors import AdapterError, Unavailable
 from harness_sdk.log_ids import set_ids
-from rollout_service.access import Access, read_tokens
 from rollout_service.adapters import Adapters
 from rollout_service.bus import ControlBus
 from rollout_service.chat import ChatRenderer, ChatTokenizer, load_template
 from rollout_service.client_limits import ClientLimits
 from rollout_service.config import ADDRESS_FILE, RolloutConfig
+from rollout_service.endpoints import open_openai, open_server
 from rollout_service.engine.base import Engine
+from rollout_service.engine_choice import new_engine
 from rollout_service.exposition import exposed_sessions
 from rollout_service.interpreter import quickly_switched, seldom_collected
-from rollout_service.rpc import RunningServer, serve
+from rollout_service.rpc import RunningServer
 from rollout_service.sessions import SessionOptions, Sessions
 from rollout_service.stream import EpisodeStream
 
-if TYPE_CHECKING:
-    from rollout_service.openai import RunningOpenAI
-
 logger = logging.getLogger(__name__)
-
-_MAX_TOKENS = 262_144
-"""Resident at a time with transformers, where `engine.max_tokens` is unset."""
 
 
 async def run_service(config: RolloutConfig) -> None:
@@ -135,7 +126,7 @@ class RolloutService:
         config = self._config
         tokenizer, chat = await asyncio.to_thread(_load_chat, config)
         self._engine_end = asyncio.get_running_loop().create_future()
-        engine = _new_engine(config, tokenizer, self._lose_engine)
+        engine = new_engine(config, tokenizer, self._lose_engine)
         # A start that fails, or is given up, may have begun a process.
         self._exit.push_async_callback(engine.close)
         await engine.start()
@@ -160,7 +151,7 @@ class RolloutService:
         # Told from the start, for a counter that appears is none that rises.
         metrics.add("guardrails/refused_calls", 0.0)
         if config.openai.port is not None:
-            endpoint = await _open_openai(config, config.openai.port, self.sessions, limits)
+            endpoint = await open_openai(config, config.openai.port, self.sessions, limits)
             # Stopped after the server, which closes the episodes and so ends the requests.
             self._exit.push_async_callback(endpoint.stop)
             self.openai_address = endpoint.address
@@ -171,7 +162,7 @@ class RolloutService:
             )
             self.metrics_address = self._exit.enter_context(serving)
             logger.info("Prometheus metrics at http://%s/metrics", self.metrics_address)
-        server = await _open_server(config, self.sessions, limits)
+        server = await open_server(config, self.sessions, limits)
         self._exit.push_async_callback(self._stop_server, server)
         self.address = server.address
         self.adapters.advertise(config.server.advertise or server.address)
@@ -281,143 +272,6 @@ def _load_chat(config: RolloutConfig) -> tuple[ChatTokenizer, ChatRenderer]:
     template = load_template(folder, config.model.template_variables)
     chat = ChatRenderer(tokenizer, template, preamble=config.model.preamble)
     return tokenizer, chat
-
-
-def _new_engine(
-    config: RolloutConfig, tokenizer: ChatTokenizer, on_end: Callable[[Unavailable], None]
-) -> Engine:
-    """The engine that the configuration names; neither one imports the other's packages."""
-    if config.engine.name == "vllm":
-        return _vllm_engine(config, tokenizer, on_end)
-    with uncollected():
-        from rollout_service.engine.transformers import TransformersEngine
-
-    return TransformersEngine(
-        str(config.model.path),
-        device=config.model.device,
-        dtype=config.model.dtype,
-        head_dtype=config.model.head_dtype,
-        max_tokens=config.engine.max_tokens or _MAX_TOKENS,
-        mount_layers=config.model.mount_layers,
-        max_num_seqs=config.engine.max_num_seqs,
-        detokenize=tokenizer.decode,
-    )
-
-
-def _vllm_engine(
-    config: RolloutConfig, tokenizer: ChatTokenizer, on_end: Callable[[Unavailable], None]
-) -> Engine:
-    from rollout_service.engine.vllm import VllmEngine
-    from rollout_service.engine.vllm.supervisor import RestartPolicy
-
-    options = config.engine.vllm
-    arguments: dict[str, Any] = {}
-    if config.model.device != "cpu":
-        arguments["gpu_memory_utilization"] = options.gpu_memory_fraction
-    if options.max_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = options.max_batched_tokens
-    return VllmEngine(
-        str(config.model.path),
-        device=config.model.device,
-        dtype=config.model.dtype,
-        head_dtype=config.model.head_dtype,
-        max_tokens=config.engine.max_tokens,
-        max_states=options.max_states,
-        page_tokens=options.page_tokens,
-        mount_layers=config.model.mount_layers,
-        max_num_seqs=config.engine.max_num_seqs,
-        # Without the bus no adapter ever comes, and LoRA's buffers would cost for nothing.
-        max_adapters=0 if config.mqtt.url is None else config.adapters.max_versions,
-        max_lora_rank=options.max_lora_rank,
-        tensor_parallel_size=options.tensor_parallel_size,
-        detokenize=tokenizer.decode,
-        hang_timeout_s=options.hang_timeout_s,
-        restarts=RestartPolicy(
-            max_restarts=options.max_restarts, window_s=options.restart_window_s
-        ),
-        on_end=on_end,
-        vllm_arguments=arguments | options.arguments,
-    )
-
-
-async def _open_server(
-    config: RolloutConfig, sessions: Sessions, limits: ClientLimits
-) -> RunningServer:
-    server = config.server
-    return await serve(
-        sessions,
-        host=server.host,
-        port=server.port,
-        max_message_bytes=server.max_message_bytes,
-        access=await asyncio.to_thread(_access, config),
-        limits=limits,
-        tls=await asyncio.to_thread(_server_credentials, config),
-    )
-
-
-async def _open_openai(
-    config: RolloutConfig, port: int, sessions: Sessions, limits: ClientLimits
-) -> RunningOpenAI:
-    from rollout_service.openai import serve_openai
-
-    server = config.server
-    return await serve_openai(
-        sessions,
-        host=server.host,
-        port=port,
-        max_body_bytes=server.max_message_bytes,
-        access=await asyncio.to_thread(_access, config),
-        limits=limits,
-        tls=await asyncio.to_thread(_ssl_context, config),
-        max_threads=config.openai.max_threads,
-        idle_s=config.openai.idle_s,
-        grace_s=server.grace_s,
-    )
-
-
-def _access(config: RolloutConfig) -> Access:
-    server = config.server
-    shared = server.token.get_secret_value() if server.token is not None else None
-    return Access(shared, read_tokens(server.tokens) if server.tokens is not None else ())
-
-
-def _ssl_context(config: RolloutConfig) -> ssl.SSLContext | None:
-    server = config.server
-    if server.tls_cert is None or server.tls_key is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(server.tls_cert, server.tls_key)
-        if server.tls_client_ca is not None:
-            context.load_verify_locations(server.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise ConfigError(
-            "cannot use the TLS files for the OpenAI endpoint",
-            value=f"{server.tls_cert}, {server.tls_key}, {server.tls_client_ca}",
-            remedy=f"check them: {error}",
-        ) from error
-    return context
-
-
-def _server_credentials(config: RolloutConfig) -> grpc.ServerCredentials | None:
-    server = config.server
-    if server.tls_cert is None or server.tls_key is None:
-        return None
-    pair = (_pem(server.tls_key), _pem(server.tls_cert))
-    client_ca = _pem(server.tls_client_ca) if server.tls_client_ca is not None else None
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )
-
-
-def _pem(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            "cannot read a TLS file", value=path, remedy=f"check the path: {error.strerror}"
-        ) from error
 
 
 def _session_options(config: RolloutConfig) -> SessionOptions:

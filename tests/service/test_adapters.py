@@ -3,130 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
 import resource
 import threading
-from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import redis.asyncio
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import rollout_service.adapters
 from harness_sdk import control
-from harness_sdk.control import PolicyAnnouncement, ReplicaState
+from harness_sdk.control import PolicyAnnouncement
 from harness_sdk.errors import EngineError
 from rollout_service.adapter_files import check_sha256
-from rollout_service.adapters import Adapters
-from rollout_service.engine.transformers import TransformersEngine
 from rollout_service.stream import EpisodeStream
-from tests.tiny_models import LORA_TARGETS, save_tiny_model
+from tests.adapter_cases import (
+    PROBE,
+    RANK,
+    Replica,
+    drop_tensor,
+    never,
+    new_adapters,
+    open_replica,
+    reference_logprobs,
+)
 from tests.valkey import embedded_valkey
 
 # peft 0.21 reads the name that transformers 5.24 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 
-PROBE = (5, 6, 7, 8, 9, 10)
-RANK, ALPHA = 4, 8.0
-
-
-@dataclass(slots=True)
-class Replica:
-    """An engine with its adapters, and a source of announcements for it."""
-
-    engine: TransformersEngine
-    adapters: Adapters
-    model: Path
-    folder: Path
-    pinned: set[int] = field(default_factory=set)
-
-    def announce(self, version: int, folder: Path, *, uri: str = "") -> PolicyAnnouncement:
-        """What a trainer would announce for `folder`."""
-        data = (folder / control.ADAPTER_FILE).read_bytes()
-        return PolicyAnnouncement(
-            version=version,
-            sha256=hashlib.sha256(data).hexdigest(),
-            num_tensors=len(load_file(folder / control.ADAPTER_FILE)),
-            rank=RANK,
-            alpha=ALPHA,
-            uri=uri or folder.as_uri(),
-            base_model=self.engine.info.model_hash,
-            probe_token_ids=PROBE,
-        )
-
-    def adapter(self, seed: int) -> Path:
-        """A random adapter in PEFT's format, written by PEFT."""
-        folder = self.folder / f"seed-{seed}"
-        _peft_model(self.model, seed).save_pretrained(str(folder))
-        return folder
-
-    def edited(self, name: str, edit: Any) -> Path:
-        """A copy of a good adapter whose tensors `edit` changed."""
-        source, folder = self.adapter(99), self.folder / name
-        tensors = load_file(source / control.ADAPTER_FILE)
-        edit(tensors)
-        folder.mkdir()
-        save_file(tensors, folder / control.ADAPTER_FILE)
-        config = (source / control.ADAPTER_CONFIG_FILE).read_text()
-        (folder / control.ADAPTER_CONFIG_FILE).write_text(config)
-        return folder
-
-
-def _peft_model(model: Path, seed: int) -> peft.PeftModel:
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=int(ALPHA), target_modules=LORA_TARGETS["qwen3_5"], task_type="CAUSAL_LM"
-    )
-    torch.manual_seed(seed)
-    adapted = peft.get_peft_model(base, config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return adapted
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5")
-
 
 @pytest.fixture
-async def replica(model: Path, tmp_path: Path) -> AsyncIterator[Replica]:
-    engine = TransformersEngine(str(model))
-    await engine.start()
-    pinned: set[int] = set()
-
-    adapters = _adapters(engine, tmp_path / "cache", pinned=pinned, fetch=_never)
-    yield Replica(engine, adapters, model, tmp_path, pinned)
-    await adapters.close()
-    await engine.close()
-    assert not (tmp_path / "cache").exists()
-
-
-def _adapters(
-    engine: TransformersEngine, folder: Path, *, pinned: Collection[int] = (), **options: Any
-) -> Adapters:
-    state = ReplicaState(replica_id="r", alive=True, address="127.0.0.1:1", versions=(0,))
-    return Adapters(
-        engine, state, run="test", folder=folder, shared=folder.parent, pinned=lambda: pinned,
-        **{"max_versions": 2, **options},
-    )  # fmt: skip
-
-
-def _reference_logprobs(model: Path, seed: int) -> list[float]:
-    with torch.no_grad():
-        logits = _peft_model(model, seed).eval()(torch.tensor([PROBE])).logits[0]
-    logprobs = logits.log_softmax(-1)
-    return [float(logprobs[i, token]) for i, token in enumerate(PROBE[1:])]
+async def replica(chat_folder: Path, tmp_path: Path) -> AsyncGenerator[Replica]:
+    async with open_replica(chat_folder, tmp_path) as replica:
+        yield replica
 
 
 async def test_good_adapter_serves_with_its_own_bytes_and_peft_s_probe(replica: Replica) -> None:
@@ -139,15 +55,11 @@ async def test_good_adapter_serves_with_its_own_bytes_and_peft_s_probe(replica: 
         name: hashlib.sha256(tensor.numpy().astype("<f4").tobytes()).hexdigest()
         for name, tensor in tensors.items()
     }
-    assert state.probe_logprobs == pytest.approx(_reference_logprobs(replica.model, 1), abs=1e-4)
+    assert state.probe_logprobs == pytest.approx(reference_logprobs(replica.model, 1), abs=1e-4)
     base = await replica.engine.score(PROBE, policy_version=0)
     assert max(abs(a - b) for a, b in zip(base, state.probe_logprobs, strict=True)) > 0.01
     # A repeat, as brokers send them, changes nothing.
     assert await replica.adapters.apply(replica.announce(1, folder)) is state
-
-
-def _drop(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
 
 
 def _add(tensors: dict[str, torch.Tensor]) -> None:
@@ -161,7 +73,7 @@ def _reshape(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (_drop, "layers.0.mlp.up_proj.lora_A.weight"),
+        (drop_tensor, "layers.0.mlp.up_proj.lora_A.weight"),
         (_add, "layers.0.mlp.router.lora_A.weight"),
         (_reshape, "layers.1.mlp.up_proj.lora_B.weight"),
     ],
@@ -277,7 +189,7 @@ async def test_pickled_adapter_is_never_read(replica: Replica) -> None:
 
 
 async def test_oversize_adapter_is_refused(replica: Replica, tmp_path: Path) -> None:
-    small = _adapters(replica.engine, tmp_path / "small", fetch=_never, max_bytes=100)
+    small = new_adapters(replica.engine, tmp_path / "small", fetch=never, max_bytes=100)
     state = await small.apply(replica.announce(1, replica.adapter(1)))
     assert "too large" in state.error
     assert "100 bytes" in state.error
@@ -319,111 +231,6 @@ async def test_version_that_cannot_be_proved_is_unloaded(
     assert (state.versions, state.error) == ((0, 1), "")
 
 
-async def test_version_without_a_slot_waits_until_one_frees(replica: Replica) -> None:
-    folders = [replica.adapter(seed) for seed in range(1, 5)]
-    for version in (1, 2):
-        await replica.adapters.apply(replica.announce(version, folders[version - 1]))
-    replica.pinned.update({0, 1})
-    state = await replica.adapters.apply(replica.announce(3, folders[2]))
-    # 1 is held by an episode and 2 is the newest: nothing may go, and nothing is wrong.
-    assert (state.versions, state.error) == ((0, 1, 2), "")
-    assert state.waiting_version == 3
-    assert state.waiting_for == (
-        "open episodes hold versions 1 and 2 is the newest; adapters.max_versions is 2"
-    )
-    # A repeat, as trainers send them, changes nothing.
-    assert await replica.adapters.apply(replica.announce(3, folders[2])) is state
-    reports: list[ReplicaState] = []
-    async with _serving(replica.adapters, reports):
-        await asyncio.sleep(0.2)
-        assert (reports, replica.adapters.newest()) == ([], 2)
-        replica.pinned.discard(1)
-        async with asyncio.timeout(5):
-            while not reports:
-                await asyncio.sleep(0.01)
-    assert reports == [replica.adapters.state]
-    assert (reports[0].versions, reports[0].waiting_version, reports[0].waiting_for) == (
-        (0, 2, 3), 0, "",
-    )  # fmt: skip
-    assert sorted(path.name for path in (replica.folder / "cache").iterdir()) == [
-        "version-2", "version-3",
-    ]  # fmt: skip
-    assert reports[0].probe_logprobs == await replica.engine.score(PROBE, policy_version=3)
-    with pytest.raises(Exception, match="not loaded"):
-        await replica.engine.score(PROBE, policy_version=1)
-
-
-async def test_version_that_waits_says_so_again_and_again(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout_service.adapters, "HEARTBEAT_S", 0.1)
-    await _until_full(replica)
-    reports: list[ReplicaState] = []
-    async with _serving(replica.adapters, reports), asyncio.timeout(5):
-        while len(reports) < 3:
-            await asyncio.sleep(0.01)
-    assert [state.waiting_version for state in reports[:3]] == [3] * 3
-    waited = [state.waiting_s for state in reports[:3]]
-    assert waited == sorted(waited)
-    assert waited[0] >= 0.1
-
-
-async def test_newer_version_takes_the_place_of_the_one_that_waits(replica: Replica) -> None:
-    await _until_full(replica)
-    folders = [replica.adapter(seed) for seed in (4, 5)]
-    assert (await replica.adapters.apply(replica.announce(5, folders[1]))).waiting_version == 5
-    cached = sorted(path.name for path in (replica.folder / "cache").iterdir())
-    assert cached == ["version-1", "version-2", "version-5"]
-    # An older one comes too late, a bad one changes nothing: 5 waits on.
-    state = await replica.adapters.apply(replica.announce(4, folders[0]))
-    assert ("not newer" in state.error, state.error_version, state.waiting_version) == (True, 4, 5)
-    bad = replace(replica.announce(6, folders[0]), sha256="0" * 64)
-    state = await replica.adapters.apply(bad)
-    assert (state.error_version, state.waiting_version) == (6, 5)
-    replica.pinned.clear()
-    reports: list[ReplicaState] = []
-    async with _serving(replica.adapters, reports), asyncio.timeout(5):
-        while not reports:
-            await asyncio.sleep(0.01)
-    assert (reports[0].versions, reports[0].waiting_version) == ((0, 2, 5), 0)
-    assert reports[0].error == ""
-
-
-async def test_version_that_the_engine_refuses_once_a_slot_is_free_is_refused(
-    replica: Replica,
-) -> None:
-    await _until_full(replica)
-    bad = replica.edited("bad", _drop)
-    assert (await replica.adapters.apply(replica.announce(4, bad))).waiting_version == 4
-    replica.pinned.clear()
-    reports: list[ReplicaState] = []
-    async with _serving(replica.adapters, reports), asyncio.timeout(5):
-        while not reports:
-            await asyncio.sleep(0.01)
-    assert "layers.0.mlp.up_proj.lora_A.weight" in reports[0].error
-    assert (reports[0].error_version, reports[0].waiting_version) == (4, 0)
-    assert reports[0].versions == (0, 2)
-
-
-async def _until_full(replica: Replica) -> None:
-    """1 and 2 serve, 1 is held, and 3 waits."""
-    for version in (1, 2, 3):
-        replica.pinned.add(1)
-        state = await replica.adapters.apply(replica.announce(version, replica.adapter(version)))
-    assert state.waiting_version == 3
-
-
-@contextlib.asynccontextmanager
-async def _serving(adapters: Adapters, reports: list[ReplicaState]) -> AsyncIterator[None]:
-    task = asyncio.create_task(adapters.serve_waiting(reports.append))
-    try:
-        yield
-    finally:
-        assert not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 async def test_adapter_comes_through_redis(replica: Replica, tmp_path: Path) -> None:
     folder = replica.adapter(1)
     data = (folder / control.ADAPTER_FILE).read_bytes()
@@ -436,7 +243,7 @@ async def test_adapter_comes_through_redis(replica: Replica, tmp_path: Path) -> 
         async def fetch(version: int, target: Path) -> None:
             await stream.fetch_adapter(version, target, max_bytes=1 << 20)
 
-        adapters = _adapters(replica.engine, tmp_path / "through", fetch=fetch)
+        adapters = new_adapters(replica.engine, tmp_path / "through", fetch=fetch)
         uri = f"redis:{control.adapter_key('test', 1)}"
         state = await adapters.apply(replica.announce(1, folder, uri=uri))
         assert "not in Redis" in state.error
@@ -448,7 +255,3 @@ async def test_adapter_comes_through_redis(replica: Replica, tmp_path: Path) -> 
         await client.hset(control.adapter_meta_key("test", 1), mapping=meta)
         state = await adapters.apply(replica.announce(1, folder, uri=uri))
         assert (state.versions, state.error) == ((0, 1), "")
-
-
-async def _never(version: int, folder: Path) -> None:
-    raise AssertionError("no adapter travels through Redis here")
