@@ -6,4 +6,5 @@ port=$((7040 + SLURM_LOCALID))
 exec octopus rollout --config "$PRESETS/nodes_rollout.toml" \
   --run "$RUN" --run-folder "$RUNS" --model.path "$MODEL" \
   --replica-id "$SLURMD_NODENAME-$SLURM_LOCALID" \
-  --server.port "$port" --server.advertise "$SLURMD_NODENAME:$port"
+  --server.port "$port" --server.advertise "$SLURMD_NODENAME:$port" \
+  --metrics.host 0.0.0.0 --metrics.port $((9464 + SLURM_LOCALID))

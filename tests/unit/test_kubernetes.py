@@ -84,7 +84,7 @@ def test_replica_serves_where_it_says_and_is_probed(tmp_path: Path) -> None:
     service = OBJECTS["Service", "rollout"]["spec"]
     assert OBJECTS["StatefulSet", "rollout"]["spec"]["serviceName"] == "rollout"
     assert service["clusterIP"] == "None"
-    (port,) = container["ports"]
+    port, _ = container["ports"]
     assert port["containerPort"] == service["ports"][0]["port"] == config.server.port == 7040
     for probe in ("startupProbe", "livenessProbe"):
         assert container[probe]["tcpSocket"]["port"] == port["name"]
@@ -114,6 +114,22 @@ def test_trainer_has_a_gpu_for_each_of_its_processes(tmp_path: Path) -> None:
     assert rollout.adapters.max_versions > config.max_policy_lag
 
 
+def test_prometheus_finds_and_reaches_the_figures(tmp_path: Path) -> None:
+    rollout = _container("StatefulSet", "rollout")
+    replica: RolloutConfig = _config(tmp_path, "rollout", rollout)
+    trainer: TrainerConfig = _config(tmp_path, "trainer", _container("Job", "trainer"))
+    assert replica.metrics.host == trainer.report.prometheus_host == "0.0.0.0"
+    port = replica.metrics.port
+    assert port == trainer.report.prometheus_port and port is not None
+    for each in ("StatefulSet", "rollout"), ("Job", "trainer"):
+        assert {"name": "metrics", "containerPort": port} in _container(*each)["ports"]
+        notes = OBJECTS[each]["spec"]["template"]["metadata"]["annotations"]
+        assert notes == {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
+    ours, others = OBJECTS["NetworkPolicy", "octopus"]["spec"]["ingress"]
+    assert ours == {"from": [{"podSelector": {}}]}
+    assert others == {"from": [{"namespaceSelector": {}}], "ports": [{"port": port}]}
+
+
 def test_agent_finds_the_replicas_of_the_same_run(tmp_path: Path) -> None:
     config: RunConfig = _config(tmp_path, "run", _container("Job", "agent"))
     trainer: TrainerConfig = _config(tmp_path, "trainer", _container("Job", "trainer"))
@@ -137,7 +153,7 @@ def test_services_select_pods_that_listen(name: str) -> None:
     service, workload = OBJECTS["Service", name]["spec"], OBJECTS["StatefulSet", name]["spec"]
     labels = workload["template"]["metadata"]["labels"]
     assert service["selector"] == workload["selector"]["matchLabels"] == labels
-    (listening,) = _container("StatefulSet", name)["ports"]
+    listening = _container("StatefulSet", name)["ports"][0]
     assert listening["containerPort"] == service["ports"][0]["port"]
 
 

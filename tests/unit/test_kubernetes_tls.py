@@ -224,7 +224,7 @@ def test_services_have_pods_that_listen_and_certificates_of_their_names(
     objects: Objects, name: str
 ) -> None:
     (port,) = objects["Service", name]["spec"]["ports"]
-    (listening,) = _container(objects, "StatefulSet", name)["ports"]
+    listening = _container(objects, "StatefulSet", name)["ports"][0]
     assert listening["containerPort"] == port["port"]
     data = objects["Secret", f"{name}-tls"]["data"]["tls.crt"]
     certificate = x509.load_pem_x509_certificate(base64.b64decode(data))

@@ -162,6 +162,9 @@ def test_job_starts_what_our_commands_understand(tmp_path: Path, jobs: list[Job]
     wanted = {"--nnodes=1", "--nproc-per-node=8", "--rdzv-endpoint=node-0:29500"}
     assert wanted <= set(words[:place])
     trainer: TrainerConfig = _config("trainer", words[place + 1 :], told["environment"])
+    assert (replica.metrics.host, replica.metrics.port) == ("0.0.0.0", 9465)
+    report = trainer.report
+    assert (report.prometheus_host, report.prometheus_port) == ("0.0.0.0", 9464)
     (told,) = started["run"]
     agent: RunConfig = _config("run", told["words"][1:], told["environment"])
     assert agent.run == trainer.run == replica.run
