@@ -8,7 +8,8 @@ from types import TracebackType
 
 from harness_sdk import _channel, _wire
 from harness_sdk._channel import Rpc
-from harness_sdk.episode import Episode, QueuedEvent, episode_options
+from harness_sdk._episode_options import QueuedEvent, episode_options
+from harness_sdk.episode import Episode
 from harness_sdk.errors import ClientClosed, ProtocolError, Unavailable
 from harness_sdk.options import RetryPolicy, Timeouts, TlsOptions
 from harness_sdk.rpc.v1 import rollout_pb2 as pb

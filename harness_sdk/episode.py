@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields
-from operator import index
+from collections.abc import AsyncGenerator, Coroutine
 from types import TracebackType
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from harness_sdk import _channel, _wire, tracing
 from harness_sdk._channel import Rpc
+from harness_sdk._episode_options import EpisodeOptions, QueuedEvent
 from harness_sdk._session import Session
 from harness_sdk.errors import (
     Cancelled,
@@ -31,36 +30,11 @@ from harness_sdk.options import Timeouts
 from harness_sdk.rpc.v1 import rollout_pb2 as pb
 from harness_sdk.thread import Thread
 from harness_sdk.tracing import Span
-from harness_sdk.types import PRIMITIVES, EpisodeResult, Limits, SamplingOptions, StopReason
+from harness_sdk.types import EpisodeResult, Limits, StopReason
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedEvent:
-    """The episode waits for admission."""
-
-    ahead: int
-    """Episodes before it."""
-    kv_use: float
-    """Share of the pool that is taken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeOptions:
-    """What an episode is opened with; see `OctopusClient.episode`."""
-
-    episode_id: str
-    group_id: str
-    task_id: str
-    limits: Limits
-    primitives: tuple[str, ...]
-    version_policy: str
-    run: str
-    sampling: SamplingOptions
-    on_queued: Callable[[QueuedEvent], None] | None
 
 
 class Episode:
@@ -345,58 +319,6 @@ class _Scope:
         if asyncio.current_task() is self._task:
             self._within.close()
         self._span.end(error)
-
-
-def episode_options(
-    *,
-    task_id: str,
-    group_id: str,
-    episode_id: str | None,
-    limits: Limits | None,
-    primitives: Sequence[str],
-    version_policy: str,
-    run: str,
-    sampling: SamplingOptions | None,
-    on_queued: Callable[[QueuedEvent], None] | None,
-) -> EpisodeOptions:
-    """Checked options, the defaults filled in.
-
-    Raises:
-        InvalidRequest: An unknown primitive or version policy, or a limit below 1.
-    """
-    _check_limits(limits or Limits())
-    for name in primitives:
-        if name not in PRIMITIVES:
-            raise InvalidRequest("unknown primitive", value=name, limit=", ".join(PRIMITIVES))
-    if version_policy not in ("keep", "refresh"):
-        raise InvalidRequest("unknown version policy", value=version_policy, limit="keep, refresh")
-    return EpisodeOptions(
-        episode_id=episode_id or uuid.uuid4().hex,
-        group_id=group_id,
-        task_id=task_id,
-        limits=limits or Limits(),
-        primitives=tuple(primitives),
-        version_policy=version_policy,
-        run=run,
-        sampling=sampling or SamplingOptions(),
-        on_queued=on_queued,
-    )
-
-
-def _check_limits(limits: Limits) -> None:
-    for each in fields(limits):
-        value: Any = getattr(limits, each.name)
-        # The wire spells "the service's default" as 0 in the others, and has 32 bits.
-        least = 0 if each.name in ("max_depth", "max_threads") else 1
-        if value is not None and not (
-            isinstance(value, SupportsIndex) and least <= index(value) < 2**32
-        ):
-            raise InvalidRequest(
-                f"limit {each.name} cannot be used",
-                value=repr(value),
-                limit=f"a whole number from {least} to {2**32 - 1}",
-                remedy="leave it out for the service's default",
-            )
 
 
 def _first_failure(
