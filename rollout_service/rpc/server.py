@@ -48,10 +48,6 @@ class RunningServer:
         await self._server.stop(grace_s)
         await self._servicer.settle(grace_s)
 
-    async def wait(self) -> None:
-        """Suspend until the server has stopped."""
-        await self._server.wait_for_termination()
-
 
 async def serve(
     sessions: Sessions,
