@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,11 +26,13 @@ class Call:
     square: bool
     """The last keys are the queries' own rows, which see each other up to themselves."""
     lone: bool
-    """One sequence, of many rows."""
+    """The library for long parts computes it."""
     exact: bool
-    """It has a plan of its lengths: few calls have others."""
+    """It has a plan of its lengths, and sequences are equally long: few calls have others."""
     padding: int
     """Rows behind `query_rows` that an exact call computes, and behind `key_rows` of a square."""
+    holes: torch.Tensor | None
+    """Rows among N that are padding, where an exact call has many sequences."""
     source: int
     """The call of the forward pass that computes these pairs."""
     query_rows: torch.Tensor | slice
@@ -105,18 +108,23 @@ def plan_calls(
     """
     groups = forward_groups(parts, width, lone_flops, piece_rows)
     calls = _calls(groups, device)
-    out_terms = _terms([group.queries for group in groups], num_queries, device)
+    out_terms = _query_terms(groups, num_queries, device)
     backward_calls, query_terms = calls, out_terms
     if piece_rows is not None:
         groups = backward_groups(groups, piece_rows)
         backward_calls = _calls(groups, device)
-        query_terms = _terms([group.queries for group in groups], num_queries, device)
+        query_terms = _query_terms(groups, num_queries, device)
     return CallPlan(
         calls=calls,
         out_terms=out_terms,
         backward_calls=backward_calls,
         query_terms=query_terms,
-        key_terms=_terms([group.keys for group in groups], num_keys, device),
+        key_terms=_terms(
+            [group.keys for group in groups],
+            [begins_of(group.keys) for group in groups],
+            num_keys,
+            device,
+        ),
     )
 
 
@@ -125,14 +133,16 @@ def _calls(groups: list[Group], device: torch.device) -> tuple[Call, ...]:
     # One copy for all: each takes as long as a small kernel.
     table = torch.from_numpy(np.concatenate(begins).astype(np.int32))
     sequences = table.to(device, non_blocking=True).split([len(each) for each in begins])
+    queries = [_query_rows(group, device) for group in groups]
     return tuple(
         Call(
             square=group.square,
             lone=group.lone,
-            exact=group.exact,
-            padding=group.padding,
+            exact=group.length > 0,
+            padding=_padding(group),
+            holes=queries[place][1],
             source=group.source,
-            query_rows=_rows(group.queries, device),
+            query_rows=queries[place][0],
             key_rows=_rows(group.keys, device),
             query_begins=sequences[2 * place],
             key_begins=sequences[2 * place + 1],
@@ -144,10 +154,28 @@ def _calls(groups: list[Group], device: torch.device) -> tuple[Call, ...]:
 
 
 def _begins(group: Group) -> tuple[np.ndarray, np.ndarray]:
-    queries, keys = group.query_begins, group.key_begins
-    queries[-1] += group.padding
-    keys[-1] += group.padding if group.square else 0
-    return queries, keys
+    keys = group.key_begins
+    keys[-1] += _padding(group) if group.square else 0
+    return group.query_begins, keys
+
+
+def _padding(group: Group) -> int:
+    is_one = len(group.queries) == 1 and group.length
+    return group.length - int(np.diff(group.queries)[0, 0]) if is_one else 0
+
+
+def _query_rows(
+    group: Group, device: torch.device
+) -> tuple[torch.Tensor | slice, torch.Tensor | None]:
+    """The call's `query_rows` and `holes`."""
+    if len(group.queries) == 1 or not group.length:
+        return _rows(group.queries, device), None
+    # Padding repeats a sequence's last row, whose weights are finite.
+    begins, ends = group.queries[:, :1], group.queries[:, 1:]
+    rows = begins + np.arange(group.length)
+    (query_rows,) = _tensors(np.minimum(rows, ends - 1).reshape(1, -1), device)
+    (holes,) = _tensors(np.flatnonzero(rows >= ends)[None], device)
+    return query_rows, holes
 
 
 def _rows(intervals: np.ndarray, device: torch.device) -> torch.Tensor | slice:
@@ -164,15 +192,23 @@ def _follow_each_other(intervals: np.ndarray) -> bool:
     return bool((intervals[1:, 0] == intervals[:-1, 1]).all())
 
 
-def _terms(groups: list[np.ndarray], num_rows: int, device: torch.device) -> Terms:
-    """Terms of each row in the order of the calls, given the intervals of their rows.
+def _query_terms(groups: list[Group], num_rows: int, device: torch.device) -> Terms:
+    intervals, begins = zip(*((group.queries, group.query_begins) for group in groups), strict=True)
+    return _terms(intervals, begins, num_rows, device)
+
+
+def _terms(
+    groups: Sequence[np.ndarray], begins: Sequence[np.ndarray], num_rows: int, device: torch.device
+) -> Terms:
+    """Terms of each row in the order of the calls, given the intervals of their rows in the strip
+    and where each of these begins among the call's.
 
     Rows between two neighbouring bounds of intervals have the same terms. So the host makes tables
     of such cells, which are few, and the device those of rows.
     """
     intervals = np.concatenate(groups)
     calls = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    places = np.concatenate([begins_of(group)[:-1] for group in groups])
+    places = np.concatenate([each[:-1] for each in begins])
     bounds = np.unique(np.append(intervals, [0, num_rows]))
     members, cells = by_cell(intervals, bounds)
     terms = np.bincount(cells, minlength=len(bounds) - 1)
@@ -181,15 +217,15 @@ def _terms(groups: list[np.ndarray], num_rows: int, device: torch.device) -> Ter
     cell_rows, cell_terms = _tensors(np.stack([np.diff(bounds), terms]), device)
     term_calls, shifts = _tensors(np.stack([calls, places - intervals[:, 0]])[:, members], device)
     counts = _repeated(cell_terms, cell_rows, num_rows)
-    begins = counts.new_zeros(num_rows + 1)
-    torch.cumsum(counts, 0, out=begins[1:])
+    firsts = counts.new_zeros(num_rows + 1)
+    torch.cumsum(counts, 0, out=firsts[1:])
     total = int((np.diff(bounds) * terms).sum())
     row_of = _repeated(rows, counts, total)
     # A row's first term in the tables of cells, less its first in those of rows.
-    offsets = _repeated(cell_terms.cumsum(0) - cell_terms, cell_rows, num_rows) - begins[:-1]
+    offsets = _repeated(cell_terms.cumsum(0) - cell_terms, cell_rows, num_rows) - firsts[:-1]
     term = torch.arange(total, device=device) + offsets[row_of]
     return Terms(
-        begins=begins.int(),
+        begins=firsts.int(),
         calls=term_calls[term].int(),
         rows=(row_of + shifts[term]).int(),
         given_whole=len(groups) == 1

@@ -131,17 +131,18 @@ class _Keys:
     def __init__(self, key: torch.Tensor, value: torch.Tensor, calls: Sequence[Call]) -> None:
         self._key, self._value = key, value
         # PyTorch rounds a call's lengths only if no memory lies between its rows: exact ones take
-        # keys and values from `[S + T, 2, H, D]`.
-        exact = any(call.exact for call in calls)
-        self._interleaved = torch.stack((key, value), 1) if exact else None
+        # keys from `[S + T, H + 1, D]`, of which nobody reads the last head.
+        self._apart = None
+        if any(call.exact for call in calls):
+            self._apart = key.new_empty(len(key), key.shape[1] + 1, key.shape[2])
+            self._apart[:, :-1] = key
 
     def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         padding = call.padding if call.square else 0
-        if call.exact and self._interleaved is not None:
-            key, value = _take(self._interleaved, call.key_rows, padding).unbind(1)
-        else:
-            key, value = (_take(each, call.key_rows, padding) for each in (self._key, self._value))
-        return key, value
+        value = _take(self._value, call.key_rows, padding)
+        if call.exact and self._apart is not None:
+            return _take(self._apart, call.key_rows, padding)[:, :-1], value
+        return _take(self._key, call.key_rows, padding), value
 
 
 def _forward(
@@ -160,6 +161,8 @@ def _backward(
 ) -> Grads:
     """`rows` are d_out, queries, outputs and their log-sum-exp."""
     d_out, query, out, logsumexp = (_take(each, call.query_rows, call.padding) for each in rows)
+    if call.holes is not None:
+        d_out.index_fill_(0, call.holes, 0)
     return library.backward(Rows(d_out, query, *keys.of(call), out, logsumexp), state, call, scale)
 
 

@@ -3,8 +3,8 @@
 Parts that keep a GPU busy are calls of their own on views of the strip. Smaller ones are gathered
 and share calls with parts of about their size, as sequences of one batch: a square and rectangles
 of its rows are one sequence. Mounts of the same rows are one rectangle. A library may have faster
-plans for exact lengths than for any length: long parts have padding to few lengths, and backward
-cuts them to pieces that have.
+plans for exact lengths than for any length: long parts have padding to few lengths, rectangles of
+equal numbers of keys share calls with padding, and backward cuts long parts to pieces.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from tree_kernels.layout.parts import few_digits
 LONE_FLOPS = 3e10
 """Forward FLOPs from which a part is a call of its own, 0.05 ms of a Hopper GPU: a lone call runs
 two to three times as fast as a batch, but costs 0.03 ms of small kernels."""
+_BATCH_FLOPS = 1.5e11
+"""Forward FLOPs from which a part needs no others beside it in its call: cuDNN computes 4,096 rows
+on 4,096 keys at 712 TF/s of a Hopper GPU, 2,048 on 2,048 at 206, four of these at once at 691."""
+_EVEN = 0.75
+"""Rows of the shortest sequence of such a call, to those of the longest."""
 PIECE_ROWS = 1024
 """The shortest piece that is cut off a long part."""
+_STEPS = 4
+"""Shortest numbers of keys in a shortest piece."""
 _DIGITS = 4
 """Keys of pieces are as many as a number of this many binary digits, then zeros."""
 _PADDED_DIGITS = 8
@@ -51,11 +58,10 @@ class Group:
     square: bool
     """Its last keys are its own rows, which see each other up to themselves, others fully."""
     lone: bool
-    """One sequence, of many rows."""
-    exact: bool = False
-    """It has a plan of its lengths: few calls have others."""
-    padding: int = 0
-    """Rows behind its own that an exact call computes, and a square's keys; nobody reads them."""
+    """The library for long parts computes it: one sequence, or rectangles with as many keys."""
+    length: int = 0
+    """Rows of each sequence with padding, and a square's keys, if it has a plan of its lengths;
+    else 0: few calls have none. Nobody reads what it gives for padding."""
     source: int
     """Which of the forward pass's groups computes these pairs."""
     queries: np.ndarray
@@ -67,7 +73,10 @@ class Group:
 
     @property
     def query_begins(self) -> np.ndarray:
-        """First query of each sequence among the call's, then their number, `[n+1]`."""
+        """First query of each sequence among the call's, then their number, `[n+1]`; with
+        padding."""
+        if self.length:
+            return np.arange(len(self.queries) + 1) * self.length
         return begins_of(self.queries)
 
     @property
@@ -99,7 +108,7 @@ def by_cell(intervals: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.n
 
 def grid_of(piece_rows: int) -> Grid:
     """With such numbers of keys, most rectangles have plans of exact lengths as they are."""
-    return Grid(step=piece_rows, digits=_DIGITS)
+    return Grid(step=_step(piece_rows), digits=_DIGITS)
 
 
 def forward_groups(
@@ -120,29 +129,54 @@ def forward_groups(
     kept, keys, owners = _fused(square, queries, keys, owners, alone)
     square, queries, alone = square[kept], queries[kept], alone[kept]
     rows, seen = _lengths(queries), _seen(keys, owners, len(queries))
-    flops = _flops(square, rows, seen, width)
-    # The longest first: while the GPU computes them, the host prepares the others.
-    found = [np.array([one]) for one in sorted(np.flatnonzero(alone), key=lambda n: -flops[n])]
+    found = list(_long(square, rows, seen, alone, width, lone_flops, piece_rows))
     num_lone = len(found)
+    is_left = np.ones(len(queries), dtype=bool)
+    for members, _ in found:
+        is_left[members] = False
     classes = np.stack([~square, _size_class(rows), _size_class(seen)], axis=1)
-    rest = np.flatnonzero(~alone)
+    rest = np.flatnonzero(is_left)
     for sizes in np.unique(classes[rest], axis=0):
-        found.append(rest[(classes[rest] == sizes).all(axis=1)])
+        found.append((rest[(classes[rest] == sizes).all(axis=1)], 0))
     key_counts = np.bincount(owners, minlength=len(queries))
-    groups = [
+    return [
         Group(
             square=bool(square[members[0]]),
             lone=place < num_lone,
+            length=length,
             source=place,
             queries=queries[members],
             keys=keys[np.isin(owners, members)],
             key_counts=key_counts[members],
         )
-        for place, members in enumerate(found)
+        for place, (members, length) in enumerate(found)
     ]
-    if piece_rows is None:
-        return groups
-    return [_exact(group, piece_rows) if group.lone else group for group in groups]
+
+
+def _long(
+    square: np.ndarray,
+    rows: np.ndarray,
+    seen: np.ndarray,
+    alone: np.ndarray,
+    width: int,
+    lone_flops: float,
+    piece_rows: int | None,
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Sequences of each call for long parts, and the call's length."""
+    flops = _flops(square, rows, seen, width)
+    # The longest first: while the GPU computes them, the host prepares the others.
+    left = np.argsort(-flops, kind="stable")
+    while len(left):
+        first, members, length = left[0], left[:1], 0
+        if piece_rows is not None:
+            length = _length(bool(square[first]), int(rows[first]), int(seen[first]), piece_rows)
+        if length and not square[first] and flops[first] < _BATCH_FLOPS:
+            alike = ~square[left] & (seen[left] == seen[first])
+            members = np.sort(left[alike & (rows[left] >= _EVEN * rows[first])])
+        is_long = alone[first] or (len(members) > 1 and flops[members].sum() >= lone_flops)
+        if is_long:
+            yield members, length
+        left = left[~np.isin(left, members if is_long else first)]
 
 
 def backward_groups(groups: list[Group], piece_rows: int) -> list[Group]:
@@ -220,12 +254,15 @@ def _size_class(lengths: np.ndarray) -> np.ndarray:
     return np.ceil(np.log(excess) / np.log(_CLASS_RATIO) - 1e-9).astype(np.int64)
 
 
-def _exact(group: Group, least: int) -> Group:
-    """The group with padding to an exact length, if it is a square or has a piece's keys."""
-    (rows,) = _lengths(group.queries).tolist()
-    if group.square or _is_exact(int(group.key_begins[-1]), least):
-        return replace(group, exact=True, padding=_padding(rows, least))
-    return group
+def _length(square: bool, rows: int, keys: int, least: int) -> int:
+    """Rows with padding of a square, or of a rectangle with a piece's keys; else 0."""
+    if square or _is_exact(keys, _step(least)):
+        return rows + _padding(rows, least)
+    return 0
+
+
+def _step(least: int) -> int:
+    return max(least // _STEPS, 1)
 
 
 def _padding(length: int, least: int) -> int:
@@ -236,9 +273,8 @@ def _pieces(group: Group, least: int) -> Iterator[Group]:
     """What backward computes of a call: of a long lone one, pieces."""
     begin, end = group.queries[0].tolist()
     num_keys = int(group.key_begins[-1])
-    if not group.lone or (
-        not group.square and (end - begin) * num_keys < _WORTH_CUTTING * least**2
-    ):
+    is_short = not group.square and (end - begin) * num_keys < _WORTH_CUTTING * least**2
+    if not group.lone or len(group.queries) > 1 or is_short:
         yield group
     elif group.square:
         for first in range(0, num_keys, _MOST_KEYS):
@@ -275,16 +311,14 @@ def _piece(
     begins = begins_of(group.keys)
     parts = np.stack([np.maximum(begins[:-1], keys[0]), np.minimum(begins[1:], keys[1])], axis=1)
     found = (parts - begins[:-1, None] + group.keys[:, :1])[parts[:, 0] < parts[:, 1]]
-    piece = replace(
+    return replace(
         group,
         square=square,
-        exact=False,
-        padding=0,
+        length=_length(square, rows[1] - rows[0], keys[1] - keys[0], least),
         queries=np.array([rows]),
         keys=found,
         key_counts=np.array([len(found)]),
     )
-    return _exact(piece, least)
 
 
 def _key_intervals(num_keys: int, least: int) -> Iterator[tuple[int, int]]:

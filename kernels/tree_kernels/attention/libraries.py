@@ -1,7 +1,7 @@
 """Dense attention of PyTorch's CUDA libraries: forward with log-sum-exp, backward that takes it.
 
 Every library takes the sequences of one `Call`: query `[N, HQ, D]`, key and value `[M, H, D]`, all
-contiguous, but key and value of exact calls interleaved in memory. Forward gives the output
+contiguous, but for memory between the keys of exact calls. Forward gives the output
 `[N, HQ, D]` and the log-sum-exp `[N, HQ]` float32; backward takes both, of all keys that a row
 sees, and gives the call's share of the three gradients.
 """
@@ -53,16 +53,14 @@ class Library(Protocol):
 
 
 class Cudnn:
-    """cuDNN, one sequence a call."""
+    """cuDNN, one sequence a call or equally long ones."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
     ) -> Forward:
         """See `Library`."""
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            _heads_first(query),
-            _heads_first(key),
-            _heads_first(value),
+            *(_heads_first(each, call) for each in (query, key, value)),
             None,
             True,
             0.0,
@@ -73,25 +71,25 @@ class Cudnn:
         out, logsumexp = found[:2]
         # Plans by rounded lengths keep the log-sum-exp row by row, exact ones head by head.
         by_row = not logsumexp.is_contiguous()
-        shape = (query.shape[1], len(query))
-        logsumexp = logsumexp.squeeze(-1)[0] if by_row else logsumexp.view(shape)
-        state = (by_row, found[1].ndim, found[2], found[3], found[6], found[7])
-        return _rows_first(out), logsumexp.t().contiguous(), state
+        state = (by_row, logsumexp.ndim, found[2], found[3], found[6], found[7])
+        logsumexp = logsumexp[..., 0] if logsumexp.ndim == 4 else logsumexp
+        return _rows_first(out), _rows_first(logsumexp), state
 
     def backward(self, rows: Rows, state: Any, call: Call, scale: float) -> Grads:
         """See `Library`."""
         by_row, ndim, query_begins, key_begins, seed, offset = state
-        stats = (rows.logsumexp.t() if by_row else rows.logsumexp.t().contiguous())[None]
+        stats = _heads_first(rows.logsumexp, call)
+        stats = stats if by_row else stats.contiguous()
         d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(_heads_first(each) for each in rows[:5]),
+            *(_heads_first(each, call) for each in rows[:5]),
             stats[..., None] if ndim == 4 else stats,
             seed,
             offset,
             None,
             query_begins,
             key_begins,
-            len(rows.query),
-            len(rows.key),
+            call.max_queries,
+            call.max_keys,
             0.0,
             call.square,
             scale=scale,
@@ -216,11 +214,11 @@ def _is_rounded(call: Call) -> bool:
     return not call.exact and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 
-def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """`[N, H, D]` as a view `[1, H, N, D]`."""
-    return rows.transpose(0, 1)[None]
+def _heads_first(rows: torch.Tensor, call: Call) -> torch.Tensor:
+    """`[B * N, H, ...]` as a view `[B, H, N, ...]`."""
+    return rows.unflatten(0, (len(call.query_begins) - 1, -1)).transpose(1, 2)
 
 
 def _rows_first(heads: torch.Tensor) -> torch.Tensor:
-    """`[1, H, N, D]` as `[N, H, D]`, contiguous."""
-    return heads[0].transpose(0, 1).contiguous()
+    """`[B, H, N, ...]` as `[B * N, H, ...]`, contiguous."""
+    return heads.transpose(1, 2).flatten(0, 1).contiguous()
