@@ -334,10 +334,13 @@ INTERPRETED = {
 """Few rows: the interpreter takes them one by one."""
 
 
+SHARED = AttentionCase(tree=_comb(4, 4))
+"""Two of its rectangles share a call, with padding."""
+
+
 def main() -> None:
     """Print what the kernels in the interpreter find, in float32 on the CPU."""
     star = AttentionCase(tree=_star(7, 3, 5))
-    comb = AttentionCase(tree=_comb(4, 3))
     with poisoned_empty():
         report = {
             "errors": {
@@ -346,8 +349,9 @@ def main() -> None:
                 for grouping, how in GROUPINGS.items()
             },
             "changed": changed_rows(planned(star, True, 1, True), star, "cpu", torch.float32),
+            "shared": errors_of(planned(SHARED, True, 1, True), SHARED, "cpu", torch.float32),
             "spoilt": [
-                spoilt_rows(planned(comb, True, 1, True), comb, leaf, "cpu", torch.float32)
+                spoilt_rows(planned(SHARED, True, 1, True), SHARED, leaf, "cpu", torch.float32)
                 for leaf in (4, 5, 6)
             ],
         }

@@ -17,6 +17,7 @@ from tests.attention_cases import (
     CASES,
     GROUPINGS,
     INTERPRETED,
+    SHARED,
     Attend,
     AttentionCase,
     changed_rows,
@@ -185,6 +186,39 @@ def test_large_parts_are_lone_calls_on_views() -> None:
     wide = plan.calls[0]
     assert (wide.query_rows, wide.key_rows) == (slice(15360, 65536), slice(0, 8192))
     assert not wide.square and all(call.square for call in plan.calls[1:])
+
+
+def test_rectangles_with_as_many_keys_share_a_call() -> None:
+    # A comb of 32 nodes of 512 rows, and one of 60 nodes that end beside the grid.
+    for depth, length, batches, holes in (
+        (32, 512, [(4, 2048), (8, 1024)], 0),
+        (60, 275, [(4, 2304), (4, 1152), (2, 1152), (2, 1152), (10, 640)], 1732),
+    ):
+        parents = [*range(-1, depth - 1), *range(depth - 2, -1, -1)]
+        total = length * len(parents)
+        plan = plan_calls(
+            TreeLayout.build(parents, [length] * len(parents)).parts(
+                mounted=False, grid=grid_of(PIECE_ROWS)
+            ),
+            total,
+            total,
+            torch.device("cpu"),
+            width=4096,
+            lone_flops=LONE_FLOPS,
+            piece_rows=PIECE_ROWS,
+        )
+        together = [call for call in plan.calls if call.lone and len(call.query_begins) > 2]
+        found = [(len(call.query_begins) - 1, call.max_queries) for call in together]
+        assert sorted(found) == sorted(batches)
+        assert all(call.exact and not call.square for call in together)
+        assert sum(len(call.holes) for call in together if call.holes is not None) == holes
+
+
+def test_calls_that_rectangles_share_equal_the_dense_mask(report: dict[str, Any]) -> None:
+    width = SHARED.query_heads * SHARED.dim
+    calls = device_plan(SHARED, width=width, lone_flops=4e3, piece_rows=1, short=True).calls
+    assert [len(call.holes) for call in calls if call.holes is not None] == [3]
+    assert max(report["shared"].values()) <= 2e-6
 
 
 @pytest.mark.parametrize("name", CASES)
