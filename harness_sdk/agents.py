@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,7 @@ class Agent:
 
     name: str
     tasks: Callable[[], Iterable[Task] | AsyncIterable[Task]]
+    """One pass; the same tasks in the same order each time, so that a run can go on in it."""
     run: Callable[[Thread, Task], Awaitable[object]]
     """Drives the root thread. Text that it returns is what is scored, in place of the answer, and
     the answer itself where the thread has not ended."""
@@ -95,17 +96,6 @@ def load_agent(folder: Path) -> Agent:
         primitives=tuple(getattr(module, "PRIMITIVES", PRIMITIVES)),
         sampling=getattr(module, "SAMPLING", None),
     )
-
-
-async def each_task(agent: Agent) -> AsyncIterator[Task]:
-    """One pass over the agent's tasks."""
-    tasks = agent.tasks()
-    if isinstance(tasks, AsyncIterable):
-        async for task in tasks:
-            yield task
-        return
-    for task in tasks:
-        yield task
 
 
 def task_id(task: Task) -> str:

@@ -71,14 +71,15 @@ def trainer_key(run: str) -> str:
 
 
 def permits_key(run: str) -> str:
-    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`, and what it
-    asks of them: `group_size`, and `refills`, the failed episodes that the runner replaces."""
+    """Redis hash: groups that the trainer has `granted` and `octopus run` has `taken`, how many it
+    has `begun`, whose next is the next of the tasks, and what the trainer asks of them:
+    `group_size`, and `refills`, the failed episodes that the runner replaces."""
     return f"octopus:{run}:permits"
 
 
 def running_key(run: str) -> str:
-    """Redis set: ids of the groups that hold a permit, from taking it until their last episode has
-    ended."""
+    """Redis set: an id of each permit that a group holds, from taking it until the group's last
+    episode has ended."""
     return f"{permits_key(run)}:running"
 
 

@@ -24,15 +24,16 @@ _GRACE_S = 2.0
 class Permits(Protocol):
     """Where the permission to start a group comes from."""
 
-    async def take(self, group_id: str) -> None:
-        """Suspend until another group may start, and count it as taken."""
+    async def take(self, permit_id: str) -> int:
+        """Suspend until another group may start, and count it as taken; which of the run's groups
+        it is, from 0."""
         ...
 
-    async def give_back(self, group_id: str) -> None:
+    async def give_back(self, permit_id: str) -> None:
         """Return the permit of a group that never started."""
         ...
 
-    async def end(self, group_id: str) -> None:
+    async def end(self, permit_id: str) -> None:
         """Say that no episode of the group runs any more."""
         ...
 
@@ -46,15 +47,21 @@ class Permits(Protocol):
 
 
 class NoPermits:
-    """Every group may start at once."""
+    """Every group may start at once; nothing remembers how many did."""
 
-    async def take(self, group_id: str) -> None:
+    def __init__(self) -> None:
+        self._num_begun = 0
+
+    async def take(self, permit_id: str) -> int:
         """Nothing to wait for."""
+        self._num_begun += 1
+        return self._num_begun - 1
 
-    async def give_back(self, group_id: str) -> None:
-        """Nothing to return."""
+    async def give_back(self, permit_id: str) -> None:
+        """The next group takes its place."""
+        self._num_begun -= 1
 
-    async def end(self, group_id: str) -> None:
+    async def end(self, permit_id: str) -> None:
         """Nobody waits for it."""
 
     async def counts(self) -> tuple[int, int]:
@@ -84,38 +91,44 @@ class RedisPermits:
         self._run = run
         self._patience_s = patience_s
 
-    async def take(self, group_id: str) -> None:
-        """Wait until fewer groups are taken than granted, and take one.
+    async def take(self, permit_id: str) -> int:
+        """Wait until fewer groups are taken than granted, and take one; its place in the run.
 
         Raises:
             Unavailable: Redis cannot be reached.
             ConfigError: The trainer waits for groups of another size.
         """
         try:
-            await self._until_taken(group_id)
+            await self._until_taken(permit_id)
         except BaseException:
-            await self.end(group_id)
+            await self.end(permit_id)
             raise
         try:
             _check_cancelled()
             await self._check_group_size()
+            # Not `taken`, which for a moment counts those too that try in vain.
+            return int(await self._call("hincrby", permits_key(self._run), "begun", 1)) - 1
         except BaseException:
-            await self.give_back(group_id)
+            await self._give_back(permit_id, "taken")
             raise
 
-    async def give_back(self, group_id: str) -> None:
-        """Count one group less as taken; soon given up, since a runner that ends calls it."""
-        key = permits_key(self._run)
-        await self._call("hincrby", key, "taken", -1, patience_s=min(_GRACE_S, self._patience_s))
-        await self.end(group_id)
+    async def give_back(self, permit_id: str) -> None:
+        """Count one group less; soon given up, since a runner that ends calls it."""
+        await self._give_back(permit_id, "begun", "taken")
 
-    async def end(self, group_id: str) -> None:
+    async def _give_back(self, permit_id: str, *counts: str) -> None:
+        key, patience_s = permits_key(self._run), min(_GRACE_S, self._patience_s)
+        for name in counts:
+            await self._call("hincrby", key, name, -1, patience_s=patience_s)
+        await self.end(permit_id)
+
+    async def end(self, permit_id: str) -> None:
         """Count the group as running no more; where Redis is away, the trainer finds it silent."""
         key = running_key(self._run)
         try:
-            await self._call("srem", key, group_id, patience_s=min(_GRACE_S, self._patience_s))
+            await self._call("srem", key, permit_id, patience_s=min(_GRACE_S, self._patience_s))
         except Unavailable as error:
-            logger.warning("the end of group %s is not told: %s", group_id, error)
+            logger.warning("the end of the group of permit %s is not told: %s", permit_id, error)
 
     async def counts(self) -> tuple[int, int]:
         """Groups granted and taken since the run began.
@@ -147,24 +160,24 @@ class RedisPermits:
                 remedy=f"--group-size {wanted}, or the trainer's --batch.group-size",
             )
 
-    async def _until_taken(self, group_id: str) -> None:
+    async def _until_taken(self, permit_id: str) -> None:
         told = False
-        while not await self._try(group_id):
+        while not await self._try(permit_id):
             if not told:
                 logger.info("waiting for the trainer to grant run %s another group", self._run)
                 told = True
             await self._call("blpop", [permits_wake_key(self._run)], _POLL_S)
             _check_cancelled()
 
-    async def _try(self, group_id: str) -> bool:
+    async def _try(self, permit_id: str) -> bool:
         key = permits_key(self._run)
         # First: who withholds permits and then looks for running groups misses none.
-        await self._call("sadd", running_key(self._run), group_id)
+        await self._call("sadd", running_key(self._run), permit_id)
         taken = int(await self._call("hincrby", key, "taken", 1))
         if taken <= int(await self._call("hget", key, "granted") or 0):
             return True
         await self._call("hincrby", key, "taken", -1)
-        await self._call("srem", running_key(self._run), group_id)
+        await self._call("srem", running_key(self._run), permit_id)
         return False
 
     async def _call(self, name: str, *args: Any, patience_s: float | None = None) -> Any:

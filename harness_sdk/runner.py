@@ -7,10 +7,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from harness_sdk.agents import Agent, Task, each_task, outcome, task_id
+from harness_sdk.agents import Agent, Task, outcome, task_id
 from harness_sdk.episode import Episode
 from harness_sdk.errors import (
     BudgetExhausted,
@@ -24,6 +24,7 @@ from harness_sdk.errors import (
 from harness_sdk.measures import EpisodeMeasures
 from harness_sdk.permits import NoPermits, Permits
 from harness_sdk.replicas import Replica, Replicas
+from harness_sdk.task_order import TaskOrder
 from harness_sdk.types import ThreadStatus
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class RunOptions:
     group_size: int = 8
     """Episodes of one task that are compared with each other."""
     num_groups: int | None = None
-    """Groups to run; None passes over the tasks once, 0 goes on until it is cancelled."""
+    """Groups to run; None ends with the pass over the tasks that the run is in, 0 goes on until it
+    is cancelled."""
     concurrency: int = 16
     """Episodes at a time."""
     grouped: bool = True
@@ -101,6 +103,8 @@ class GroupOutcome:
     task_id: str
     group_id: str
     size: int
+    permit_id: str = ""
+    """What it holds its permit under."""
     episodes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
     replaced: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
     """Episodes that failed for a reason that is not the policy's, or were lost with their replica,
@@ -153,8 +157,9 @@ class Runner:
         self._permits = permits or NoPermits()
         self._on_group = on_group
         self._slots = asyncio.Semaphore(options.concurrency)
-        self._unopened: dict[int, GroupOutcome] = {}
-        self._running: dict[int, GroupOutcome] = {}
+        self._order = TaskOrder(agent.tasks, agent.name)
+        self._unopened: set[str] = set()
+        self._running: dict[str, GroupOutcome] = {}
         self.groups: list[GroupOutcome] = []
         """Every group begun so far; unless the run has no end, which keeps none."""
 
@@ -164,11 +169,13 @@ class Runner:
         Raises:
             ServiceError: `max_failures` episodes in a row failed by the infrastructure's fault.
             Unavailable: No replica is left, and none came.
+            ConfigError: There are no tasks.
         """
+        options = self._options
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for task in self._wanted():
-                    await self._begin_group(tasks, task)
+                while await self._order.wants(options.num_groups, repeats=options.grouped):
+                    await self._begin_group(tasks)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
@@ -176,40 +183,41 @@ class Runner:
                 await self._end(each)
         return self.groups
 
-    async def _wanted(self) -> AsyncIterator[Task]:
-        """The tasks of the groups to run, pass after pass where more are wanted than there are."""
-        index, wanted = 0, self._options.num_groups
-        while True:
-            before = index
-            async for task in each_task(self._agent):
-                if wanted and index >= wanted:
-                    return
-                yield task
-                index += 1
-            if wanted is None or not self._options.grouped:
-                return
-            if index == before:
-                raise ConfigError("the agent has no tasks", value=self._agent.name)
+    async def _begin_group(self, tasks: asyncio.TaskGroup) -> None:
+        await self._slots.acquire()
+        try:
+            group, task = await self._permitted_group()
+            replica = await self._replicas.assign(group.size)
+        except BaseException:
+            self._slots.release()
+            raise
+        place = _Place(replica, replica)
+        tasks.create_task(self._run_one(place, group, task))
+        for _ in range(group.size - 1):
+            await self._slots.acquire()
+            tasks.create_task(self._run_one(place, group, task))
 
-    async def _begin_group(self, tasks: asyncio.TaskGroup, task: Task) -> None:
-        name = task_id(task)
-        group_id = new_group_id(name) if self._options.grouped else ""
-        group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
+    async def _permitted_group(self) -> tuple[GroupOutcome, Task]:
+        """The run's next group, once it may start, and its task."""
+        permit_id = new_permit_id()
+        place = await self._permits.take(permit_id)
+        try:
+            task = await self._order.take(place)
+            name = task_id(task)
+        except BaseException:
+            await self._permits.give_back(permit_id)
+            raise
+        group = GroupOutcome(
+            task_id=name,
+            group_id=group_name(name, permit_id) if self._options.grouped else "",
+            permit_id=permit_id,
+            size=self._options.group_size,
+        )
         if self._options.num_groups != 0:
             self.groups.append(group)
-        place: _Place | None = None
-        for _ in range(group.size):
-            await self._slots.acquire()
-            try:
-                if place is None:
-                    await self._permits.take(group_id)
-                    self._unopened[id(group)] = self._running[id(group)] = group
-                    replica = await self._replicas.assign(group.size)
-                    place = _Place(replica, replica)
-            except BaseException:
-                self._slots.release()
-                raise
-            tasks.create_task(self._run_one(place, group, task))
+        self._unopened.add(permit_id)
+        self._running[permit_id] = group
+        return group, task
 
     async def _run_one(self, place: _Place, group: GroupOutcome, task: Task) -> None:
         """An episode and those that stand in for it, where its group is."""
@@ -245,11 +253,12 @@ class Runner:
     async def _end(self, group: GroupOutcome) -> None:
         """Tell that no episode of it runs; return the permit of one that the service, and so the
         trainer, never heard of."""
-        self._running.pop(id(group), None)
-        if self._unopened.pop(id(group), None) is not None:
-            await self._permits.give_back(group.group_id)
+        self._running.pop(group.permit_id, None)
+        if group.permit_id in self._unopened:
+            self._unopened.discard(group.permit_id)
+            await self._permits.give_back(group.permit_id)
         else:
-            await self._permits.end(group.group_id)
+            await self._permits.end(group.permit_id)
 
     async def _episode(self, replica: Replica, group: GroupOutcome, task: Task) -> EpisodeOutcome:
         """One episode; whatever goes wrong in it becomes part of its outcome."""
@@ -266,7 +275,7 @@ class Runner:
         failure, lost = "", False
         try:
             async with episode:
-                self._unopened.pop(id(group), None)
+                self._unopened.discard(group.permit_id)
                 reward = await run_task(self._agent, episode, task)
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
@@ -319,10 +328,15 @@ class Runner:
             ) from error
 
 
-def new_group_id(task_name: str) -> str:
+def new_permit_id() -> str:
+    """What a group that is not known yet takes its permit under; no other has it."""
+    return uuid.uuid4().hex[:12]
+
+
+def group_name(task_name: str, permit_id: str) -> str:
     """A name for a group that no other has; it begins as the task's, which may be a whole text."""
     shown = "".join(char for char in task_name if char.isprintable())
-    return f"{shown[:_MAX_TASK_CHARS]}/{uuid.uuid4().hex[:12]}"
+    return f"{shown[:_MAX_TASK_CHARS]}/{permit_id}"
 
 
 async def run_task(agent: Agent, episode: Episode, task: Task) -> float:

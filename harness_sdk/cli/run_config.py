@@ -98,7 +98,8 @@ class RunConfig(AgentConfig):
     group_size: int = Field(default=8, ge=1)
     """Episodes of one task that are compared with each other, as the trainer's batch.group-size."""
     groups: int | None = Field(default=None, ge=0)
-    """Groups to run: none passes over the tasks once, 0 goes on until Ctrl-C."""
+    """Groups to run: none ends with the pass over the tasks that the run is in, 0 goes on until
+    Ctrl-C."""
     version_policy: Literal["keep", "refresh"] = "keep"
     """Whether an episode keeps the policy version that it began with, or takes the newest one at
     each of its turns; either way none is aborted when a version is published."""
@@ -134,7 +135,7 @@ class VerifiersConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """Episodes of one task that are compared with each other, as the trainer's batch.group-size."""
     groups: int | None = Field(default=None, ge=1)
-    """Groups to run: none passes over the tasks once."""
+    """Groups to run: none ends with the pass over the tasks that the run is in."""
     concurrency: int = Field(default=16, ge=1)
     """Episodes at a time."""
     rewards: tuple[float, float] = (0.0, 1.0)

@@ -12,14 +12,15 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 from harness_sdk.errors import ConfigError, ServiceError
 from harness_sdk.permits import NoPermits, Permits
-from harness_sdk.runner import EpisodeOutcome, GroupOutcome, new_group_id
+from harness_sdk.runner import EpisodeOutcome, GroupOutcome, group_name, new_permit_id
+from harness_sdk.task_order import TaskOrder
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class VerifiersOptions:
     group_size: int = 8
     """Episodes of one task that are compared with each other, as the trainer's."""
     num_groups: int | None = None
-    """Groups to play; None passes over the tasks once."""
+    """Groups to play; None ends with the pass over the tasks that the run is in."""
     concurrency: int = 16
     """Episodes at a time."""
     grouped: bool = True
@@ -109,6 +110,7 @@ class VerifiersRunner:
         self._options = options
         self._permits = permits or NoPermits()
         self._on_group = on_group
+        self._order = TaskOrder(lambda: env.taskset, env.config.taskset.id)
         self._slots = asyncio.Semaphore(options.concurrency)
         self._http: Any = None
         self._endpoint = self._vf.EvalClientConfig(
@@ -122,6 +124,7 @@ class VerifiersRunner:
 
         Raises:
             ServiceError: The endpoint did not take an episode's end.
+            ConfigError: There are no tasks.
         """
         aiohttp: Any = importlib.import_module("aiohttp")
         token = os.environ.get(self._options.token_variable, "")
@@ -133,36 +136,31 @@ class VerifiersRunner:
                 self._env.serving(),
                 asyncio.TaskGroup() as tasks,
             ):
-                for task in self._wanted():
-                    await self._begin_group(tasks, task)
+                while await self._order.wants(self._options.num_groups):
+                    await self._begin_group(tasks)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
             for each in self.groups:
                 if not each.is_complete:
-                    await self._permits.end(each.group_id)
+                    await self._permits.end(each.permit_id)
         return self.groups
 
-    def _wanted(self) -> Iterator[Any]:
-        """Tasks of the groups, pass after pass where more are wanted than there are."""
-        count, wanted = 0, self._options.num_groups
-        while True:
-            before = count
-            for task in self._env.taskset:
-                if wanted is not None and count >= wanted:
-                    return
-                yield task
-                count += 1
-            if wanted is None:
-                return
-            if count == before:
-                raise ConfigError("the taskset has no tasks", value=self._env.config.taskset.id)
-
-    async def _begin_group(self, tasks: asyncio.TaskGroup, task: Any) -> None:
+    async def _begin_group(self, tasks: asyncio.TaskGroup) -> None:
+        permit_id = new_permit_id()
+        place = await self._permits.take(permit_id)
+        try:
+            task = await self._order.take(place)
+        except BaseException:
+            await self._permits.give_back(permit_id)
+            raise
         name = str(task.data.id or task.data.idx)
-        group_id = new_group_id(name) if self._options.grouped else ""
-        group = GroupOutcome(task_id=name, group_id=group_id, size=self._options.group_size)
-        await self._permits.take(group_id)
+        group = GroupOutcome(
+            task_id=name,
+            group_id=group_name(name, permit_id) if self._options.grouped else "",
+            permit_id=permit_id,
+            size=self._options.group_size,
+        )
         self.groups.append(group)
         for _ in range(group.size):
             await self._slots.acquire()
@@ -174,7 +172,7 @@ class VerifiersRunner:
         finally:
             self._slots.release()
         if group.is_complete:
-            await self._permits.end(group.group_id)
+            await self._permits.end(group.permit_id)
             if self._on_group is not None:
                 self._on_group(group)
 

@@ -55,6 +55,35 @@ async def test_runner_starts_no_group_beyond_its_permits(
         assert not await redis_client.exists(running_key("r"))
 
 
+async def test_a_run_goes_on_with_the_task_after_its_last(
+    client: OctopusClient, tmp_path: Path
+) -> None:
+    five = agent(say, tasks="abcde")
+
+    async def run(num_groups: int | None) -> str:
+        options = RunOptions(group_size=1, num_groups=num_groups)
+        groups = await Runner(Replicas([client]), five, options, permits=permits).run()
+        return "".join(group.task_id for group in groups)
+
+    async with (
+        embedded_valkey(tmp_path / "valkey") as url,
+        redis_permits(url, "r") as permits,
+        redis.asyncio.Redis.from_url(url) as redis_client,
+    ):
+        await redis_client.hset(permits_key("r"), "granted", "99")
+        assert [await run(None), await run(2), await run(None)] == ["abcde", "ab", "cde"]
+        # What another tried in vain or gave back is no place in the order.
+        await redis_client.hset(permits_key("r"), "granted", "10")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(permits.take("vain"), 0.2)
+        await redis_client.hset(permits_key("r"), "granted", "99")
+        await permits.take("unopened")
+        await permits.give_back("unopened")
+        assert await run(6) == "abcdea"
+        both = await asyncio.gather(run(7), run(7))
+        assert sorted("".join(both)) == sorted("bcde" + "abcde" * 2)
+
+
 async def test_groups_that_are_cut_off_run_no_more(client: OctopusClient, tmp_path: Path) -> None:
     async with (
         embedded_valkey(tmp_path / "valkey") as url,

@@ -93,14 +93,16 @@ class NotedPermits(NoPermits):
     """Groups that took a permit, and those of which it was said that they run no more."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.taken: list[str] = []
         self.ended: list[str] = []
 
-    async def take(self, group_id: str) -> None:
-        self.taken.append(group_id)
+    async def take(self, permit_id: str) -> int:
+        self.taken.append(permit_id)
+        return await super().take(permit_id)
 
-    async def end(self, group_id: str) -> None:
-        self.ended.append(group_id)
+    async def end(self, permit_id: str) -> None:
+        self.ended.append(permit_id)
 
 
 async def test_groups_that_are_cut_off_run_no_more(environment: Any) -> None:
