@@ -98,6 +98,8 @@ def trainer_plan(config: StackConfig, over: Mapping[str, Any] | None = None) -> 
     if replicas:
         rollout = rollout_config(replicas[0])
         _check_types(rollout, trainer)
+        _check_mount_layers(rollout, trainer)
+        _check_versions(rollout, trainer)
         each = rollout.engine.vllm.tensor_parallel_size
     return ServicePlan(
         name="trainer",
@@ -162,6 +164,30 @@ def _check_types(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             f" of trainer.model.dtype {trainer.model.dtype}",
             limit=f"{trainer.probe_tolerance:g} nats",
             remedy="set the same one for both, or trainer.publish.probe_tolerance, as 0.1",
+        )
+
+
+def _check_mount_layers(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Refuse what the trainer would refuse at its first strip that mounts."""
+    sampled, own = rollout.model.mount_layers, trainer.model.mount_layers
+    if sampled is None or own is None or sorted(set(sampled)) == list(own):
+        return
+    raise ConfigError(
+        "rollout.model.mount_layers does not go with trainer.model.mount_layers",
+        value=f"{list(sampled)} and {list(own)}",
+        remedy="set the same ones for both, in rising order, or leave both unset",
+    )
+
+
+def _check_versions(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Refuse slots that episodes within the policy lag alone would fill, and training wait for."""
+    slots, needed = rollout.adapters.max_versions, trainer.max_policy_lag + 1
+    if trainer.publishes and slots < needed:
+        raise ConfigError(
+            f"rollout.adapters.max_versions {slots} does not go with"
+            f" trainer.batch.max_policy_lag {trainer.max_policy_lag}",
+            limit=f"{needed} and more: an episode keeps the version that it began with",
+            remedy="raise the first or lower the second",
         )
 
 

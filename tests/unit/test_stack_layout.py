@@ -80,6 +80,19 @@ def test_gpus_are_those_that_a_scheduler_gave(monkeypatch: pytest.MonkeyPatch) -
             "rollout.model.head_dtype float32 does not go with trainer.model.head_dtype model",
         ),
         (
+            {"trainer": {"batch": {"max_policy_lag": 4}}},
+            "rollout.adapters.max_versions 4 does not go with trainer.batch.max_policy_lag 4;"
+            " allowed: 5 and more",
+        ),
+        (
+            {
+                "rollout": {"model": {"mount_layers": [3, 7]}},
+                "trainer": {"model": {"mount_layers": [3]}},
+            },
+            r"rollout.model.mount_layers does not go with trainer.model.mount_layers; got \[3, 7\]"
+            r" and \[3\]",
+        ),
+        (
             {"replicas": 2, "rollout": {"replica_id": "mine"}},
             "rollout.replica_id does not go with replicas 2",
         ),
@@ -104,6 +117,16 @@ def test_two_types_go_together_where_the_trainer_takes_them() -> None:
     for publish in ({"probe_tolerance": 0.1}, {"enabled": False}):
         trainer_plan(_config(rollout=rollout, trainer={"objective": "sft", "publish": publish}))
     trainer_plan(_config(trainer={"objective": "sft", "model": {"dtype": "bfloat16"}}))
+
+
+def test_as_many_versions_as_the_lag_needs_and_equal_mount_layers_go_together() -> None:
+    lag = {"batch": {"max_policy_lag": 4}}
+    trainer_plan(_config(trainer=lag, rollout={"adapters": {"max_versions": 5}}))
+    trainer_plan(_config(trainer={**lag, "publish": {"enabled": False}}))
+    layers = {"model": {"mount_layers": [3, 7]}}
+    trainer_plan(_config(trainer=layers, rollout=layers))
+    # The family's rule, which is in the model's folder, may say the same.
+    trainer_plan(_config(trainer=layers))
 
 
 def test_logits_of_a_float32_model_are_the_same_either_way() -> None:
