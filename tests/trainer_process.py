@@ -17,7 +17,10 @@ from typing import Any
 
 from trainer_service.config import TrainerConfig
 
-CRASH_POINTS = ("in the step", "before the checkpoint is whole", "before the ack", "after the ack")
+CRASH_POINTS = ("in the step", "before the checkpoint is whole", "before the ack")
+
+PUBLISH_POINTS = ("after the ack", "adapter stored, not announced", "announced, not acknowledged")
+"""Those of a trainer that publishes."""
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # torch and transformers are imported once, in the server that the processes are forked from.
@@ -45,7 +48,8 @@ async def run_trainer(
 
     Args:
         config: Of the service.
-        crash_at: One of `CRASH_POINTS` where the process kills itself; empty lets it live.
+        crash_at: One of `CRASH_POINTS` or `PUBLISH_POINTS` where the process kills itself; empty
+            lets it live.
         crash_step: The how manieth step of this process crashes, from 1.
         crash_line: A function of the `WATCHED` files and the how manieth of its executed lines is
             the process's last, from 1; 0 only counts them.
@@ -110,7 +114,9 @@ def _watch(function: str, number: int) -> Counter[str]:
 
 def _arm(crash_at: str, crash_step: int) -> None:
     from trainer_service import checkpoint, loop
+    from trainer_service.bus import ControlBus
     from trainer_service.feed import StreamFeed
+    from trainer_service.publish import Publisher
 
     if crash_at == "in the step":
         _die_around(loop, "train_step", crash_step, after=True)
@@ -119,7 +125,11 @@ def _arm(crash_at: str, crash_step: int) -> None:
     elif crash_at == "before the ack":
         _die_around(StreamFeed, "settle", crash_step, after=False)
     elif crash_at == "after the ack":
-        _die_around(loop._Loop, "_publish", crash_step, after=False)
+        _die_around(Publisher, "publish", crash_step, after=False)
+    elif crash_at == "adapter stored, not announced":
+        _die_around(ControlBus, "announce", crash_step, after=False)
+    elif crash_at == "announced, not acknowledged":
+        _die_around(ControlBus, "wait_until", crash_step, after=False)
     else:
         raise ValueError(crash_at)
 

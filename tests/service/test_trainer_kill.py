@@ -1,4 +1,5 @@
-"""SIGKILL at any executed line of the trainer, several times a run: nothing tells it afterwards.
+"""SIGKILL of a trainer that publishes, in the middle of a version and at any executed line, several
+times a run: nothing tells it afterwards.
 
 Every function is as likely as any other, however few lines of it run.
 """
@@ -15,13 +16,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiomqtt
 import pytest
 
 from harness_sdk import control
+from harness_sdk.broker_address import broker_address
 from harness_sdk.cli.embedded import embedded_broker
 from rollout_service.bus import read_bus_state
 from tests.tiny_models import save_tiny_model
-from tests.trainer_process import COUNT_FILE, run_trainer
+from tests.trainer_process import COUNT_FILE, PUBLISH_POINTS, run_trainer
 from tests.trainer_runs import assert_equal, fill, final, stream_config
 from tests.valkey import embedded_valkey
 from trainer_service.config import TrainerConfig
@@ -90,10 +93,67 @@ def _durable(config: TrainerConfig) -> int:
     return final(config)[2]["progress"]["version"]
 
 
+async def _assert_ended_as(wanted: Final, config: TrainerConfig, link: RedisLink) -> None:
+    adapter, tensors, state = wanted
+    assert await _announced(config, link) == NUM_VERSIONS
+    found, found_tensors, found_state = final(config)
+    assert found == adapter
+    assert_equal(found_tensors, tensors)
+    assert found_state["progress"] == state["progress"]
+    for name in ("dropped_episodes", "dropped_groups"):
+        assert found_state["feed"][name] == state["feed"][name]
+    assert set(found_state["feed"]["recent"]) == set(state["feed"]["recent"])
+    assert await permits(link, RUN) == (3 + 1 + 11, 0)
+    # What the last step used is acknowledged; what no step wanted is still there.
+    pending = await link.client.xpending(control.episodes_key(RUN), "trainer")
+    assert pending["pending"] == 0
+
+
+@contextlib.asynccontextmanager
+async def _heard(url: str) -> AsyncIterator[list[int]]:
+    """Versions as they are announced."""
+    versions: list[int] = []
+    address = broker_address(url)
+    async with aiomqtt.Client(address.hostname, address.port) as client:
+
+        async def listen() -> None:
+            async for message in client.messages:
+                assert isinstance(message.payload, bytes)
+                versions.append(control.PolicyAnnouncement.from_json(message.payload).version)
+
+        await client.subscribe(control.policy_topic(RUN), qos=1)
+        async with asyncio.TaskGroup() as tasks:
+            listening = tasks.create_task(listen())
+            yield versions
+            listening.cancel()
+
+
+@pytest.mark.parametrize(
+    ("crash_at", "stored", "announced"),
+    [*zip(PUBLISH_POINTS, (1, 2, 2), (1, 1, 2), strict=True)],
+)
+async def test_trainer_killed_within_a_version_publishes_it_again_and_goes_on(
+    tmp_path: Path,
+    model: Path,
+    undisturbed: tuple[Final, Lines],
+    crash_at: str,
+    stored: int,
+    announced: int,
+) -> None:
+    async with _world(tmp_path, model) as (config, link), _heard(config.mqtt.url or "") as versions:
+        code = await run_trainer(config, crash_at=crash_at, crash_step=2)
+        assert (code, _durable(config)) == (-signal.SIGKILL, 2)
+        assert await _announced(config, link) == announced
+        assert await link.client.exists(control.adapter_meta_key(RUN, 2)) == (stored == 2)
+        assert await run_trainer(config) == 0
+        await _assert_ended_as(undisturbed[0], config, link)
+        assert versions == [*range(1, announced + 1), 2, 3]
+
+
 async def _check(
     folder: Path, model: Path, undisturbed: tuple[Final, Lines], seed: int, num_kills: int
 ) -> None:
-    (adapter, tensors, state), lines = undisturbed
+    lines = undisturbed[1]
     rng = random.Random(seed)
     async with _world(folder, model) as (config, link):
         announced, kills = 0, 0
@@ -109,18 +169,7 @@ async def _check(
             if code == 0:
                 break
         assert await run_trainer(config) == 0
-        assert await _announced(config, link) == NUM_VERSIONS
-        found, found_tensors, found_state = final(config)
-        assert found == adapter
-        assert_equal(found_tensors, tensors)
-        assert found_state["progress"] == state["progress"]
-        for name in ("dropped_episodes", "dropped_groups"):
-            assert found_state["feed"][name] == state["feed"][name]
-        assert set(found_state["feed"]["recent"]) == set(state["feed"]["recent"])
-        assert await permits(link, RUN) == (3 + 1 + 11, 0)
-        # What the last step used is acknowledged; what no step wanted is still there.
-        pending = await link.client.xpending(control.episodes_key(RUN), "trainer")
-        assert pending["pending"] == 0
+        await _assert_ended_as(undisturbed[0], config, link)
 
 
 @pytest.mark.slow
