@@ -11,13 +11,13 @@ import pytest
 
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan, plan_from_wire
 from rollout_service.engine.vllm.registry import CursorRegistry
-from rollout_service.engine.vllm.residency import Group
+from rollout_service.engine.vllm.residency import Block, Group
 
 PAGE = 4
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class FakeBlock:
     block_id: int
     ref_cnt: int = 0
 
@@ -30,7 +30,7 @@ class Pool:
     free: list[Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.free = [Block(number) for number in range(self.size)]
+        self.free = [FakeBlock(number) for number in range(self.size)]
 
     def get_num_free_blocks(self) -> int:
         return len(self.free)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_service.engine.vllm.copies import Copies
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
-from rollout_service.engine.vllm.residency import BlockPool, Group, Residency
+from rollout_service.engine.vllm.residency import Block, BlockPool, Group, Residency
 
 
 class CursorRegistry:
@@ -64,7 +64,7 @@ class CursorRegistry:
                 self._drop(residency_id)
 
     def keep(
-        self, plan: AttachPlan, blocks: list[list[Any]], num_rows: int, version: int = 0
+        self, plan: AttachPlan, blocks: list[list[Block]], num_rows: int, version: int = 0
     ) -> None:
         """Own a finished request's blocks: no copy, and the running state is the checkpoint."""
         residency = Residency(blocks, num_rows, plan.num_mounted, version)
@@ -136,7 +136,7 @@ class CursorRegistry:
             count += group.num_pages(group.num_rows(plan)) - num_shared
         return count
 
-    def attach(self, plan: AttachPlan) -> list[list[Any]]:
+    def attach(self, plan: AttachPlan) -> list[list[Block]]:
         """Block tables over everything that the plan shows a new request.
 
         The index space is `[full mounted pages | the parent's rows | mounted fragments]`: full
@@ -164,7 +164,7 @@ class CursorRegistry:
     def _parent(self, plan: AttachPlan) -> Residency | None:
         return None if plan.parent is None else self._held[plan.parent]
 
-    def _attach_state(self, plan: AttachPlan, index: int) -> list[Any]:
+    def _attach_state(self, plan: AttachPlan, index: int) -> list[Block]:
         """A private state block: the parent's checkpoint copied, or zero under mounts alone."""
         parent = self._parent(plan)
         (block,) = self._pool.get_new_blocks(1)
@@ -174,9 +174,9 @@ class CursorRegistry:
             self.copies.zeroed.append((index, block.block_id))
         return [block]
 
-    def _attach_rows(self, plan: AttachPlan, index: int, group: Group) -> list[Any]:
-        table: list[Any] = []
-        pieces: list[tuple[list[Any], int, int]] = []
+    def _attach_rows(self, plan: AttachPlan, index: int, group: Group) -> list[Block]:
+        table: list[Block] = []
+        pieces: list[tuple[list[Block], int, int]] = []
         for span, (begin, end) in zip(group.spans(plan), _full_pages(plan, group), strict=True):
             source = self._held[span.residency].blocks[index]
             table += source[begin:end]
@@ -204,9 +204,9 @@ class CursorRegistry:
         self,
         index: int,
         page: int,
-        source: list[Any],
+        source: list[Block],
         rows: tuple[int, int],
-        table: list[Any],
+        table: list[Block],
         row: int,
     ) -> int:
         """Queue a fragment's rows for copying to `row` of `table`; returns the row after them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollout_service.engine.vllm.plan import AttachPlan, RowSpan
 
@@ -27,11 +27,11 @@ class BlockPool(Protocol):
         """Blocks that nobody holds."""
         ...
 
-    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
         """Take blocks, each with one reference."""
         ...
 
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Drop one reference of each."""
         ...
 
@@ -63,7 +63,7 @@ class Group:
 class Residency:
     """What a cursor holds in the core."""
 
-    blocks: list[list[Any]]
+    blocks: list[list[Block]]
     """For each group: a block table over its rows, or the one state block."""
     num_rows: int
     num_mounted: int
