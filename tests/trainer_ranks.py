@@ -66,7 +66,7 @@ async def run_ranks(
 def _die_in_step(number: int) -> None:
     from trainer_service import step
 
-    accumulate: Any = step._take_share
+    accumulate: Any = step.take_share
     calls = 0
 
     def counted(*args: Any) -> Any:
@@ -76,7 +76,7 @@ def _die_in_step(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return accumulate(*args)
 
-    step._take_share = counted
+    step.take_share = counted
 
 
 def _main(rank: str, number: str, own: str, *options: str) -> int:

@@ -55,7 +55,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stepped:
+class Stepped:
     """One rank's view of a step."""
 
     outcome: StepOutcome
@@ -95,7 +95,7 @@ def train_step(
     check_types(batch.episodes, own, config)
     begin, scale = time.monotonic(), optimizer.loss_scale
     shares = divide(batch, config, version=version, num_ranks=ranks.size, cost=cost)
-    stepped = _take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
+    stepped = take_share(policy, optimizer, ranks.scatter(shares), config, ranks)
     figures, balance = _gathered(stepped, ranks)
     outcome, seconds = stepped.outcome, time.monotonic() - begin
     if outcome.skipped:
@@ -136,7 +136,7 @@ def follow_steps(policy: Policy, optimizer: Optimizer, config: TrainerConfig, ra
             with ranks.told():
                 policy.token_logprobs(share.token_ids)
             continue
-        stepped = _take_share(policy, optimizer, share, config, ranks)
+        stepped = take_share(policy, optimizer, share, config, ranks)
         _gathered(stepped, ranks)
 
 
@@ -191,9 +191,10 @@ def check_types(episodes: Sequence[Scored], own: NumberTypes, config: TrainerCon
             )
 
 
-def _take_share(
+def take_share(
     policy: Policy, optimizer: Optimizer, share: Share, config: TrainerConfig, ranks: Ranks
-) -> _Stepped:
+) -> Stepped:
+    """This rank's part of a step, and the step itself; all ranks call it."""
     begin = time.monotonic()
     parts = _parts(share, config)
     pack_seconds = time.monotonic() - begin
@@ -222,7 +223,7 @@ def _take_parts(
     config: TrainerConfig,
     options: ObjectiveOptions,
     ranks: Ranks,
-) -> _Stepped:
+) -> Stepped:
     """Gradients of all strips, added to those of other ranks, and the step they make."""
     begin = time.monotonic()
     figures = StripFigures(version=share.version)
@@ -240,10 +241,10 @@ def _take_parts(
         _zero_gradients(optimizer)
     ranks.sum_gradients(optimizer.parameters)
     (loss,) = ranks.sum(loss)
-    return _Stepped(outcome=optimizer.step(loss=loss), loss=loss, figures=figures)
+    return Stepped(outcome=optimizer.step(loss=loss), loss=loss, figures=figures)
 
 
-def _gathered(stepped: _Stepped, ranks: Ranks) -> tuple[StripFigures, dict[str, float]]:
+def _gathered(stepped: Stepped, ranks: Ranks) -> tuple[StripFigures, dict[str, float]]:
     """At the leader, figures of all ranks and how evenly they worked.
 
     Raises:

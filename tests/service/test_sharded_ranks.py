@@ -1,4 +1,4 @@
-"""Steps of two processes, base weights divided among them: every number is that of one alone."""
+"""Steps of several processes, base weights divided among them: each number is that of one alone."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def _config(folder: Path, model: Path, sharding: str, **fields: Any) -> TrainerC
 
 
 def _steps(
-    folder: Path, model: Path, records: list[EpisodeRecord], **fields: Any
+    folder: Path, model: Path, records: list[EpisodeRecord], *, size: int = 2, **fields: Any
 ) -> tuple[Stepped, list[Stepped]]:
-    """Of one process with all weights, and of two that divide them."""
+    """Of one process with all weights, and of `size` that divide them."""
     found = []
-    for sharding, num_ranks in (("none", 1), ("fsdp", 2)):
+    for sharding, num_ranks in (("none", 1), ("fsdp", size)):
         config = _config(folder, model, sharding, **fields)
         config.folder.mkdir(parents=True)
         ended = step_once(config, records, num_ranks, folder / f"left-{sharding}")
@@ -94,9 +94,11 @@ def test_a_strip_each_gives_the_bits_of_one_process(
             assert torch.equal(stepped.adapter[name], wanted), name
 
 
-def test_ranks_with_fewer_strips_keep_pace(tmp_path: Path, model: Path) -> None:
-    # Five strips on two ranks, and a second pass for the KL.
-    alone, together = _steps(tmp_path, model, _records(5), loss={"kl_coef": 0.1})
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_ranks_with_fewer_strips_keep_pace(tmp_path: Path, model: Path, size: int) -> None:
+    # Five strips, and a second pass for the KL.
+    alone, together = _steps(tmp_path, model, _records(5), size=size, loss={"kl_coef": 0.1})
+    assert len(together) == size
     assert together[0].loss == pytest.approx(alone.loss, rel=1e-6)
     for name, wanted in alone.gradients.items():
         for stepped in together:
