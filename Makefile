@@ -9,6 +9,10 @@ DOCS_STAMP := $(VENV)/.installed-docs
 VLLM_SLICE := $(addprefix tests/vllm/test_,$(addsuffix .py,loop conformance sessions restart groups \
 	layouts seams))
 
+# Where it is set, each of a hundred processes that the tests start compiles our sources anew, and
+# each of pytest's rewrites all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 LOWEST := build/lowest
 AUDITOR := build/audit
 
@@ -44,11 +48,12 @@ demo: $(STAMP) ## Train a tiny branching agent here, end to end.
 	$(BIN)/octopus demo
 
 # A process for each of two cores, one thread in each. Files come in the order of testpaths: by
-# itself, xdist puts those of a single test last, among them the longest. vLLM's tests have a
-# process of their own: what it leaves there is not what the other tests should meet.
+# itself, xdist puts those of a single test last, among them the longest. vLLM's tests have
+# processes of their own: what it leaves there is not what the other tests should meet. There a
+# group is a family of models, whose engine starts once.
 test: lint docs ## Lint, types, documentation, and tests: unit, service, end to end, a slice of vLLM's.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest $(VLLM_SLICE)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(VLLM_SLICE)
 
 test-vllm: $(TEST_STAMP) ## All tests of the vLLM engine.
 	$(BIN)/python -m pytest tests/vllm
@@ -68,7 +73,7 @@ test-lowest: $(LOWEST)/bin/uv ## Unit tests with the lowest versions of what we 
 coverage: $(TEST_STAMP) ## Branch coverage of what `make test` runs, GPU-only files left out; build/coverage.
 	$(BIN)/coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=
-	$(BIN)/python -m pytest $(VLLM_SLICE) --cov --cov-append --cov-report=html --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(VLLM_SLICE) --cov --cov-append --cov-report=html --cov-report=term:skip-covered
 
 fuzz: $(TEST_STAMP) ## Fuzz every RPC, records, templates and configurations; FUZZ=--help tells how much.
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.fuzz $(FUZZ)

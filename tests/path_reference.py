@@ -258,13 +258,13 @@ def token_gated_delta_rule(
     key = key.repeat_interleave(group, 2)
     state = value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
     outputs = []
-    for t in range(value.shape[1]):
-        state = state * g[:, t, :, None, None].exp()
-        held = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
-        write = (value[:, t] - held) * beta[:, t, :, None]
-        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], write)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
-    return torch.stack(outputs, 1), None
+    rows = (x[..., None, :] for x in (query, key, value, g.exp()[..., None], beta[..., None]))
+    # Unbound at once: the gradient of a token's slice would be as large as the sequence.
+    for q, k, v, decay, share in zip(*(x.unbind(1) for x in rows), strict=True):
+        state = state * decay
+        state = state + k.mT * ((v - k @ state) * share)
+        outputs.append(q @ state)
+    return torch.stack(outputs, 1).squeeze(-2), None
 
 
 def token_mamba_scan(
@@ -287,10 +287,9 @@ def token_mamba_scan(
     B, C = B.repeat_interleave(group, 2), C.repeat_interleave(group, 2)
     state = hidden_states.new_zeros(*hidden_states.shape[:1], *hidden_states.shape[2:], B.shape[3])
     outputs = []
-    for t in range(hidden_states.shape[1]):
-        state = state * (step[:, t] * A).exp()[..., None, None]
-        state = state + torch.einsum(
-            "bhp,bhn->bhpn", hidden_states[:, t] * step[:, t, :, None], B[:, t]
-        )
-        outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
-    return torch.stack(outputs, 1) + D[:, None] * hidden_states
+    inputs = (hidden_states * step[..., None])[..., None]
+    tokens = (inputs, B[..., None, :], C[..., None], (step * A).exp()[..., None, None])
+    for x, b, c, decay in zip(*(each.unbind(1) for each in tokens), strict=True):
+        state = state * decay + x * b
+        outputs.append(state @ c)
+    return torch.stack(outputs, 1).squeeze(-1) + D[:, None] * hidden_states

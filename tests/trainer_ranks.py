@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness_sdk.cli.interpreter import leave
 from harness_sdk.cli.settings import render_config
 from trainer_service.config import TrainerConfig
 
@@ -91,4 +92,4 @@ def _main(rank: str, number: str, own: str, *options: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    leave(_main(*sys.argv[1:]))

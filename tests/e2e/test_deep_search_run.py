@@ -21,6 +21,7 @@ def test_smollm2_answers_real_questions_and_is_trained_twice(tmp_path: Path) -> 
             *(sys.executable, "-m", "harness_sdk.cli", "run", "examples/deep_search"),
             *("--model", "smollm2", "--folder", str(tmp_path), "--run", "deep"),
             *("--groups", "2", "--group-size", "2", "--concurrency", "2"),
+            *("--sampling.max-tokens", "6"),
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -311,8 +311,9 @@ async def test_a_5_mb_observation_passes_and_an_oversize_one_names_the_limit() -
     engine = ScriptedEngine(info=replace(DRY_INFO, max_positions=10_000_000))
     async with served(engine, options=options) as running:
         episode = await running.open()
-        events = await episode.generate("word " * 1_000_000, demonstration="ok")
-        assert events[-1].turn.budget.tokens_used > 5_000_000
+        # Of 4 bytes a token: those of one byte take four times as long for the same message.
+        events = await episode.generate(" the" * 1_250_000, demonstration="ok")
+        assert events[-1].turn.budget.tokens_used > 1_250_000
     async with served(ScriptedEngine(), max_message_bytes=100_000) as running:
         episode = await running.open()
         request = pb.GenerateRequest(
