@@ -259,6 +259,9 @@ class Episode:
         except HarnessError as error:
             if failure is None:
                 raise
+            if isinstance(error, EpisodeNotFound):
+                # A call to close it that was cut off reached the service all the same.
+                return
             logger.warning("closing a failed episode failed: %s", error)
 
     def _error_kind(self, failure: BaseException) -> str:

@@ -70,6 +70,23 @@ async def test_error_inside_closes_the_episode_as_failed(
     assert "the agent's own fault" in closed.error_message
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"), [(EpisodeNotFound("the episode is closed"), 0), (InvalidRequest("no"), 1)]
+)
+async def test_failed_episode_that_is_closed_already_is_no_fault_to_tell(
+    answer: HarnessError,
+    told: int,
+    server: ScriptedServer,
+    client: OctopusClient,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server.failures["CloseEpisode"] = [answer]
+    with pytest.raises(KeyError):
+        async with client.episode():
+            raise KeyError("the agent's own fault")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * told
+
+
 async def test_cancellation_inside_closes_the_episode_as_cancelled(
     server: ScriptedServer, client: OctopusClient
 ) -> None:
