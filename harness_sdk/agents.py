@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -96,6 +96,12 @@ def load_agent(folder: Path) -> Agent:
         primitives=tuple(getattr(module, "PRIMITIVES", PRIMITIVES)),
         sampling=getattr(module, "SAMPLING", None),
     )
+
+
+def num_tasks(agent: Agent) -> int | None:
+    """Tasks of one pass; None where the agent makes them one by one."""
+    tasks = agent.tasks()
+    return len(tasks) if isinstance(tasks, Sized) else None
 
 
 def task_id(task: Task) -> str:

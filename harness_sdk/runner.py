@@ -24,6 +24,7 @@ from harness_sdk.errors import (
 from harness_sdk.measures import EpisodeMeasures
 from harness_sdk.permits import NoPermits, Permits
 from harness_sdk.replicas import Replica, Replicas
+from harness_sdk.tally import Tally
 from harness_sdk.task_order import TaskOrder
 from harness_sdk.types import ThreadStatus
 
@@ -140,6 +141,7 @@ class Runner:
         options: How much of it.
         permits: How far it may run ahead; None sets no limit.
         on_group: Called when the last episode of a group has ended.
+        on_episode: Called when an episode has ended that counts, before `on_group`.
     """
 
     def __init__(
@@ -150,16 +152,19 @@ class Runner:
         *,
         permits: Permits | None = None,
         on_group: Callable[[GroupOutcome], None] | None = None,
+        on_episode: Callable[[EpisodeOutcome], None] | None = None,
     ) -> None:
         self._replicas = replicas
         self._agent = agent
         self._options = options
         self._permits = permits or NoPermits()
         self._on_group = on_group
+        self._on_episode = on_episode
         self._slots = asyncio.Semaphore(options.concurrency)
         self._order = TaskOrder(agent.tasks, agent.name)
         self._unopened: set[str] = set()
         self._running: dict[str, GroupOutcome] = {}
+        self.tally = Tally()
         self.groups: list[GroupOutcome] = []
         """Every group begun so far; unless the run has no end, which keeps none."""
 
@@ -200,7 +205,8 @@ class Runner:
     async def _permitted_group(self) -> tuple[GroupOutcome, Task]:
         """The run's next group, once it may start, and its task."""
         permit_id = new_permit_id()
-        place = await self._permits.take(permit_id)
+        with self.tally.waiting():
+            place = await self._permits.take(permit_id)
         try:
             task = await self._order.take(place)
             name = task_id(task)
@@ -226,7 +232,9 @@ class Runner:
             while True:
                 assigned = await self._replicas.move(assigned, place.replica)
                 place.replica = assigned
-                ended = await self._episode(assigned, group, task)
+                with self.tally.running():
+                    ended = await self._episode(assigned, group, task)
+                self.tally.count(ended.reward)
                 if ended.lost and num_moves < _MAX_MOVES and self._replicas.has_other(assigned):
                     # The trainer never heard of it, and would wait for it.
                     num_moves += 1
@@ -234,11 +242,14 @@ class Runner:
                 elif ended.reward is not None or not await self._replaces(group, ended):
                     break
             group.episodes.append(ended)
+            if self._on_episode is not None:
+                self._on_episode(ended)
         finally:
             self._replicas.release(assigned)
             self._slots.release()
         if group.is_complete:
             await self._end(group)
+            self.tally.num_groups += 1
             if self._on_group is not None:
                 self._on_group(group)
 

@@ -11,10 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness_sdk.agents import Agent
+from harness_sdk.agents import Agent, num_tasks
 from harness_sdk.cli.agent_session import configured_agent, reached
 from harness_sdk.cli.episode_stream import reading
 from harness_sdk.cli.interrupts import run_interruptible
+from harness_sdk.cli.progress import EpisodeProgress, episode_progress
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.errors import HarnessError
 from harness_sdk.measures import measure
@@ -75,7 +76,17 @@ async def _evaluate(config: EvalConfig, agent: Agent, cost: ModelCost | None) ->
         if config.redis_url is not None:
             # Before hours of episodes, not after them.
             await asyncio.to_thread(_check_stream, config.redis_url, run)
-        groups = await Runner(replicas, agent, options, on_group=_show).run()
+        count = num_tasks(agent)
+        if config.tasks is not None:
+            count = config.tasks if count is None else min(count, config.tasks)
+        with episode_progress(None if count is None else count * config.repeats) as progress:
+            groups = await Runner(
+                replicas,
+                agent,
+                options,
+                on_group=lambda group: _show(group, progress),
+                on_episode=progress.ended,
+            ).run()
     if config.redis_url is not None:
         try:
             await asyncio.to_thread(_measure, groups, config.redis_url, run, cost)
@@ -106,9 +117,8 @@ def _measure(groups: list[GroupOutcome], url: str, run: str, cost: ModelCost | N
         )  # fmt: skip
 
 
-def _show(group: GroupOutcome) -> None:
+def _show(group: GroupOutcome, progress: EpisodeProgress) -> None:
     for episode in group.episodes:
         reward = "failed" if episode.reward is None else f"{episode.reward:.3f}"
         text = episode.error or episode.answer
-        sys.stdout.write(f"{group.task_id}  {reward}  {' '.join(text.split())[:120]}\n")
-    sys.stdout.flush()
+        progress.line(f"{group.task_id}  {reward}  {' '.join(text.split())[:120]}")

@@ -5,26 +5,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness_sdk.agents import Agent
+from harness_sdk.agents import Agent, num_tasks
 from harness_sdk.cli.agent_session import configured_agent, reached
 from harness_sdk.cli.interrupts import run_interruptible
+from harness_sdk.cli.progress import EpisodeProgress, episode_progress
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
 from harness_sdk.client import OctopusClient
 from harness_sdk.errors import Unavailable
+from harness_sdk.exposition import exposed
 from harness_sdk.permits import NoPermits, Permits, redis_permits
 from harness_sdk.runner import GroupOutcome, Runner, RunOptions
 from harness_sdk.summary import summarise
 
 if TYPE_CHECKING:
     from harness_sdk.cli.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _MAX_GROUPS_PER_STEP = 4
@@ -69,23 +74,33 @@ async def _run(config: RunConfig, agent: Agent) -> None:
         reached(services.addresses, config) as replicas,
         _permits(services, config, (await replicas.first()).client.info.run) as permits,
     ):
-        runner = Runner(
-            replicas,
-            agent,
-            RunOptions(
-                group_size=config.group_size,
-                num_groups=config.groups,
-                concurrency=config.concurrency,
-                version_policy=config.version_policy,
-            ),
-            permits=permits,
-            on_group=Progress(),
-        )
-        try:
-            await runner.run()
-        finally:
-            sys.stdout.write("\n".join(summarise(runner.groups).lines()) + "\n")
-            sys.stdout.flush()
+        count = num_tasks(agent) if config.groups is None else config.groups or None
+        with contextlib.ExitStack() as shown:
+            progress = shown.enter_context(
+                episode_progress(None if count is None else count * config.group_size)
+            )
+            runner = Runner(
+                replicas,
+                agent,
+                RunOptions(
+                    group_size=config.group_size,
+                    num_groups=config.groups,
+                    concurrency=config.concurrency,
+                    version_policy=config.version_policy,
+                ),
+                permits=permits,
+                on_group=GroupLines(progress),
+                on_episode=progress.ended,
+            )
+            if config.metrics.port is not None:
+                run = config.run or (await replicas.first()).client.info.run
+                shown.enter_context(_exposed(runner, config.metrics.host, config.metrics.port, run))
+            try:
+                await runner.run()
+            finally:
+                shown.close()
+                sys.stdout.write("\n".join(summarise(runner.groups).lines()) + "\n")
+                sys.stdout.flush()
         if services.groups_per_step:
             await _drain(config, services, permits, (await replicas.first()).client)
 
@@ -174,10 +189,22 @@ async def _drain(
     sys.stdout.write(f"versions  {', '.join(map(str, versions))} served now\n")
 
 
-class Progress:
+@contextlib.contextmanager
+def _exposed(runner: Runner, host: str, port: int, run: str) -> Generator[None]:
+    """The runner's figures for Prometheus, and where they are."""
+    counters = {"episodes/ended_": "outcome"}
+    with exposed(
+        "run", runner.tally.figures, host=host, port=port, labels={"run": run}, counters=counters
+    ) as address:
+        logger.info("figures at http://%s/metrics", address)
+        yield
+
+
+class GroupLines:
     """One line for each group that has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: EpisodeProgress) -> None:
+        self._progress = progress
         self._count = 0
         self._started_s = time.monotonic()
 
@@ -188,9 +215,8 @@ class Progress:
         failed = group.size - len(rewards)
         replaced = f", {len(group.replaced)} replaced" if group.replaced else ""
         tokens = sum(episode.num_tokens for episode in group.episodes)
-        sys.stdout.write(
+        self._progress.line(
             f"group {self._count}  {group.task_id}  reward {mean}  "
             f"{group.size} episodes, {failed} failed{replaced}  {tokens} tokens  "
-            f"{time.monotonic() - self._started_s:.1f} s\n"
+            f"{time.monotonic() - self._started_s:.1f} s"
         )
-        sys.stdout.flush()

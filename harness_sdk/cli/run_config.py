@@ -42,6 +42,15 @@ class SamplingSection(Section):
     """0 is greedy."""
 
 
+class MetricsSection(Section):
+    """Figures for Prometheus; needs the extra `metrics`."""
+
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of /metrics; unset serves none, 0 takes a free one."""
+    host: str = "127.0.0.1"
+    """Address to bind; whoever reaches it reads the figures."""
+
+
 class AgentConfig(Section):
     """What both commands take."""
 
@@ -105,6 +114,7 @@ class RunConfig(AgentConfig):
     each of its turns; either way none is aborted when a version is published."""
     redis_url: str | None = Field(default=None, json_schema_extra={"env": "OCTOPUS_REDIS_URL"})
     """Redis or Valkey that holds the trainer's permits; unset never waits for a trainer."""
+    metrics: MetricsSection = MetricsSection()
     model: str | None = None
     """Start all services here with this model: a Hugging Face folder, smollm2 or demo."""
     folder: Path = Path("runs")

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _play(config: VerifiersConfig, taskset: str, settings: dict[str, Any]) -> None:
-    from harness_sdk.cli.run import Progress
+    from harness_sdk.cli.progress import EpisodeProgress
+    from harness_sdk.cli.run import GroupLines
     from harness_sdk.environments.verifiers import (
         VerifiersOptions,
         VerifiersRunner,
@@ -70,7 +71,8 @@ async def _play(config: VerifiersConfig, taskset: str, settings: dict[str, Any])
             permits = await stack.enter_async_context(
                 redis_permits(config.redis_url, config.run, group_size=config.group_size)
             )
-        runner = VerifiersRunner(environment, options, permits=permits, on_group=Progress())
+        lines = GroupLines(EpisodeProgress())
+        runner = VerifiersRunner(environment, options, permits=permits, on_group=lines)
         try:
             await runner.run()
         finally:

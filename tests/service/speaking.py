@@ -34,8 +34,13 @@ async def say(thread: Thread, task: dict[str, str]) -> str:
     return task["id"]
 
 
-async def octopus(*words: str) -> asyncio.subprocess.Process:
-    """The command with SIGINT ignored, as a script's `command &` starts it; its output piped."""
+async def octopus(*words: str, output: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
+    """The command with SIGINT ignored, as a script's `command &` starts it.
+
+    Args:
+        words: Behind `octopus`.
+        output: File of what it writes; two pipes unless told otherwise.
+    """
     return await asyncio.create_subprocess_exec(
         "sh",
         "-c",
@@ -44,6 +49,6 @@ async def octopus(*words: str) -> asyncio.subprocess.Process:
         "-m",
         "harness_sdk.cli",
         *words,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdout=output,
+        stderr=output,
     )

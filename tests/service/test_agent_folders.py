@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
+import pty
+import re
 import signal
 import sys
+import termios
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -159,6 +166,73 @@ async def test_run_command_prints_groups_and_a_summary(service: Running, folder:
     assert out.count(b"group ") == 5
     assert b"10 episodes" in out
     assert len(service.records.written) == 10
+
+
+def shown(terminal: int) -> str:
+    """What is written to a terminal until nobody has it open."""
+    found = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 4096):
+            found += part
+    os.close(terminal)
+    return found.decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "bar", "line"),
+    [
+        (("eval", "--tasks", "2"), "2/2", "b  1.000  b"),
+        (("run", "--group-size", "2", "--groups", "3"), "6/6", "group 3  c  reward 0.000"),
+        # The agent makes its tasks one by one: how many there are shows at the end.
+        (("eval",), "3episode", "c  0.000  c"),
+    ],
+)
+async def test_a_terminal_sees_a_bar_below_the_lines(
+    service: Running, folder: Path, command: tuple[str, ...], bar: str, line: str
+) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    name, *words = command
+    process = await octopus(
+        *(name, str(folder), "--address", service.address, "--concurrency", "1", *words),
+        output=theirs,
+    )
+    os.close(theirs)
+    told = await asyncio.to_thread(shown, ours)
+    assert await process.wait() == 0, told
+    # A bar is written over and over in its row; lines begin rows of their own.
+    *_, last = (row for row in told.split("\r") if "episode/s" in row or "s/episode" in row)
+    assert bar in last and re.search(r"reward [01]\.\d{3}, 0 failed", last)
+    assert any(row.startswith(line) for row in re.split("[\r\n]+", told)), told
+    assert "accuracy" in told[told.rindex(last) :]
+
+
+async def test_run_command_tells_prometheus_how_far_it_is(service: Running, folder: Path) -> None:
+    (folder / "answers.py").write_text('ANSWERS = {"a": "a", "c": "not c", "hang": ""}\n')
+    process = await octopus(
+        *("run", str(folder), "--address", service.address, "--group-size", "1"),
+        *("--groups", "3", "--metrics.port", "0"),
+    )
+    assert process.stdout is not None and process.stderr is not None
+    address = None
+    while address is None:
+        address = re.search(rb"figures at (http\S+)", await process.stderr.readline())
+    for _ in range(2):
+        await process.stdout.readline()
+    with urllib.request.urlopen(address[1].decode(), timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    process.send_signal(signal.SIGINT)
+    await process.communicate()
+    told = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
+    wait = float(told.pop('octopus_run_permits_wait_s{run="default"}'))
+    assert 0 <= wait < 10
+    assert told == {
+        'octopus_run_episodes_ended_total{outcome="failed",run="default"}': "0.0",
+        'octopus_run_episodes_ended_total{outcome="scored",run="default"}': "2.0",
+        'octopus_run_episodes_running{run="default"}': "1.0",
+        'octopus_run_groups_ended{run="default"}': "2.0",
+        'octopus_run_reward_sum{run="default"}': "1.0",
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
