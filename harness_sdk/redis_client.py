@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from urllib.parse import parse_qsl
 
 from harness_sdk.errors import ConfigError, Unavailable
 from harness_sdk.masking import masked_url
@@ -18,7 +19,8 @@ def redis_client(url: str, *, timeout_s: float = 30.0, decode: bool = False) -> 
         decode: Answers are text in place of bytes.
 
     Raises:
-        ConfigError: redis-py is not installed, or `url` is no address.
+        ConfigError: redis-py is not installed, `url` is no address, or names a TLS file that
+            cannot be used.
     """
     return _client("redis.asyncio", url, timeout_s, decode=decode)
 
@@ -33,6 +35,20 @@ def away(error: Exception) -> Unavailable:
     return Unavailable("Redis cannot be reached", value=error, remedy="start it or correct its URL")
 
 
+def _check_tls_files(url: str) -> None:
+    # redis-py opens them with each connection: a wrong name would look like a server that is away.
+    for name, file in parse_qsl(url.partition("?")[2]):
+        if name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+            try:
+                open(file, "rb").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} of redis.url cannot be read",
+                    value=file,
+                    remedy=f"correct it: {error.strerror}",
+                ) from error
+
+
 def _client(package: str, url: str, timeout_s: float, *, decode: bool) -> Any:
     try:
         redis: Any = importlib.import_module(package)
@@ -44,6 +60,7 @@ def _client(package: str, url: str, timeout_s: float, *, decode: bool) -> Any:
             value=masked_url(url),
             remedy="pip install 'octopus-agents[rollout]'",
         ) from error
+    _check_tls_files(url)
     try:
         # Retries are the callers': each is logged and bounded by what its call can bear.
         return redis.Redis.from_url(

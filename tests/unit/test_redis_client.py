@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,19 @@ async def test_an_address_that_is_none_is_refused_the_same_way_everywhere(
         if waiting is not None:
             await waiting
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("use", [_look, _take_permits, _write, _train, _read])
+async def test_a_tls_file_that_is_not_there_is_named_at_once(
+    use: Callable[[str], Any], tmp_path: Path
+) -> None:
+    ca = tmp_path / "ca.pem"
+    with pytest.raises(ConfigError, match=r"ssl_ca_certs of redis\.url.*ca\.pem.*No such file"):
+        waiting = use(f"rediss://user:secret@h:1/0?ssl_ca_certs={ca}")
+        if waiting is not None:
+            await waiting
+    ca.touch()
+    redis_client(f"rediss://user:secret@h:1/0?ssl_ca_certs={ca}")
 
 
 @pytest.mark.parametrize("client", [redis_client, blocking_redis_client])
