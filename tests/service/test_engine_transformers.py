@@ -73,9 +73,12 @@ async def test_mixtures_of_experts_equal_the_oracle(family: str, tmp_path: Path)
 
 
 def states(engine: TransformersEngine, cursor: Cursor) -> dict[int, tuple[torch.Tensor, ...]]:
-    found = engine.recurrent_states(cursor, policy_version=0)
-    assert found is not None
-    return {layer: tuple(part.clone() for part in state) for layer, state in found.items()}
+    """Convolution and recurrent state at the end of `cursor`, by decoder layer."""
+    residency = engine._store.get(0, cursor)
+    assert residency is not None
+    return {
+        layer: tuple(part.clone() for part in state) for layer, state in residency.states.items()
+    }
 
 
 async def test_mounting_leaves_recurrent_states_bit_equal(
@@ -110,7 +113,7 @@ async def test_rebuilt_states_equal_those_before_eviction(
     reader = await play.extend(root, 9, span(await play.extend(root, 5)))
     before = states(engine, reader)
     await engine.evict([root, reader])
-    assert engine.recurrent_states(reader, policy_version=0) is None
+    assert engine._store.get(0, reader) is None
     await play.extend(reader, 1)
     for layer, parts in states(engine, reader).items():
         assert all(torch.equal(a, b) for a, b in zip(parts, before[layer], strict=True))

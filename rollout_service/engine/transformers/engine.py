@@ -295,14 +295,6 @@ class TransformersEngine:
         )
         return tuple(request.logprobs)
 
-    def recurrent_states(self, cursor: Cursor, *, policy_version: int) -> dict[int, Any] | None:
-        """Convolution and recurrent state at the end of `cursor`, by decoder layer.
-
-        For inspection while nothing runs; None where the cursor is not resident.
-        """
-        residency = self._store.get(policy_version, cursor)
-        return None if residency is None else dict(residency.states)
-
     def stats(self) -> EngineStats:
         """Occupancy and counters after the worker's last step."""
         if self._stats is None:
