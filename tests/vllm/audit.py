@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollout_service.engine.vllm import VllmEngine
 
 AUDIT = "octopus_audit"
@@ -11,7 +13,7 @@ SCHEDULER = "tests.vllm.audited_scheduler.AuditedScheduler"
 
 async def check_blocks(engine: VllmEngine) -> None:
     """Every block has as many references as holders, and is free exactly where it has none."""
-    faults = await _ask(engine)
+    faults = await ask(engine, AUDIT)
     assert not faults, faults
 
 
@@ -30,7 +32,8 @@ async def check_nothing_left(engine: VllmEngine) -> None:
     await check_blocks(engine)
 
 
-async def _ask(engine: VllmEngine) -> list[str]:
+async def ask(engine: VllmEngine, command: str, *args: int) -> Any:
+    """What the core answers to a command of `AuditedScheduler`'s module."""
     running = await engine._supervisor.running()
     core = running.builder.client._llm.engine_core
-    return await core.call_utility_async(AUDIT)
+    return await core.call_utility_async(command, *args)

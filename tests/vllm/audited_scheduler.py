@@ -17,10 +17,25 @@ from tests.vllm.audit import AUDIT
 
 HANG = "octopus_test_hang"
 """A command that never ends."""
+GATHER = "octopus_test_gather"
+"""A command that ends when as many requests as it says have come behind it."""
+STEPS = "octopus_test_steps"
+"""A command that tells, and forgets, how many requests each step began."""
 
 
 class AuditedScheduler(AheadCursorScheduler):
     """The engine's own: naming it brings the audit to the core."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_begun: list[int] = []
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; remembers how many requests begin in it, where any does."""
+        output = super().schedule(*args, **kwargs)
+        if output.scheduled_new_reqs:
+            self.num_begun.append(len(output.scheduled_new_reqs))
+        return output
 
 
 def _audit(core: Any) -> list[str]:
@@ -70,5 +85,17 @@ def _hang(core: Any) -> None:
         time.sleep(600)
 
 
+def _gather(core: Any, num_requests: int) -> None:
+    while core.input_queue.qsize() < num_requests:
+        time.sleep(0.002)
+
+
+def _steps(core: Any) -> list[int]:
+    begun, core.scheduler.num_begun = core.scheduler.num_begun, []
+    return begun
+
+
 add_utility(AUDIT, _audit)
 add_utility(HANG, _hang)
+add_utility(GATHER, _gather)
+add_utility(STEPS, _steps)

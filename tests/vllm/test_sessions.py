@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from harness_sdk.types import Limits, Message, SamplingOptions, ThreadStatus
+from harness_sdk.types import Limits, Message, Role, SamplingOptions, ThreadStatus
 from rollout_service.engine.base import Engine
 from rollout_service.sessions import Call, OpenRequest
 from rollout_service.sessions.replies import WaitReply
 from tests.engine_cases import save_adapter
 from tests.session_cases import CHAT, LOOK, Bench
-from tests.vllm.audit import check_nothing_left
+from tests.vllm.audit import ask, check_nothing_left
+from tests.vllm.audited_scheduler import GATHER, STEPS
 from tests.vllm.conftest import Served
 from tests.vllm.episodes import logprobs_of
-from tests.vllm.models import DTYPES, MOE_FAMILIES
+from tests.vllm.models import DTYPES, HYBRIDS, MOE_FAMILIES
 from tests.vllm.session_play import World
 
 pytestmark = [
@@ -92,6 +93,36 @@ async def test_a_thousand_random_operations_stay_exact_and_leak_nothing(
     assert expected <= set(world.done), "an operation never went through"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "granitemoehybrid"])
+async def test_children_enter_one_step_and_each_turn_leaves_two_states(served: Served) -> None:
+    engine, num_children = served.engine, 6
+    # After the observation, and after the model's turn.
+    num_states = 2 if served.family in HYBRIDS else 0
+    bench = Bench(engine=engine)
+    await bench.open(primitives=("fork",))
+
+    async def turn(thread: str, role: Role = "tool") -> None:
+        sampling = SamplingOptions(max_tokens=4, seed=len(thread))
+        messages = [Message(role=role, content="so")]
+        await bench.sessions.turn(bench.call(thread), messages, sampling=sampling)
+
+    await turn("root", "user")
+    assert engine.stats().recurrent_slots == num_states
+    await turn("root")
+    assert engine.stats().recurrent_slots == num_states * 2
+    names = [f"b{index}" for index in range(num_children)]
+    await bench.fork(*names)
+    await ask(engine, STEPS)
+    gathered = asyncio.ensure_future(ask(engine, GATHER, num_children))
+    await asyncio.gather(gathered, *(turn(name) for name in names))
+    begun = await ask(engine, STEPS)
+    # Their observations at once, then their turns as they come.
+    assert (begun[0], sum(begun)) == (num_children, 2 * num_children)
+    assert engine.stats().recurrent_slots == num_states * (2 + num_children)
+    await bench.close(reward=0.0)
+    assert engine.stats().recurrent_slots == 0
+
+
 @pytest.mark.parametrize("family", ["llama"])
 async def test_a_waiting_parent_never_blocks_its_children(served: Served, oracle: Engine) -> None:
     engine = served.engine
@@ -162,7 +193,7 @@ async def test_a_burst_of_episodes_is_let_in_as_the_pool_allows(served: Served) 
         await asyncio.gather(*agents)
     after = engine.stats()
     assert sorted(uses)[int(0.9 * len(uses))] <= 0.76
-    assert after.tokens_recomputed == before.tokens_recomputed
+    assert after.tokens_recomputed["eviction"] == before.tokens_recomputed["eviction"]
     assert after.preemptions == before.preemptions
     assert after.tokens_resident == 0
 
