@@ -46,7 +46,8 @@ class EngineStats:
     """Tokens that went through the model, recomputation included."""
     tokens_recomputed: Mapping[str, int]
     """By cause: `eviction`, `refresh`; `lead`, a turn of which only the state behind its last token
-    was kept, where the one before it is wanted; `restart`, what went with an engine process."""
+    was kept, where the one before it is wanted; `last_token`, which is computed with each cursor
+    that follows its own; `preemption`; `restart`, what went with an engine process."""
     tokens_sampled: int
     preemptions: int = 0
     """Times that a running request gave its room to older ones; it went on from there later."""

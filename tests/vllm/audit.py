@@ -25,7 +25,7 @@ async def check_nothing_left(engine: VllmEngine) -> None:
     assert (use.free, use.residencies, use.states) == (use.total, 0, 0)
     assert (stats.running, stats.resident_cursors, stats.foreign_blocks) == (0, 0, 0)
     store = builder.store
-    host = (store._entries, store._roots, store._readers, store._gone)
+    host = (store._entries, store._roots, store._readers, store._gone, store._ended)
     assert not any(host), [len(table) for table in host]
     assert not builder._flights._flights
     assert builder._gate._num_active == 0 and not builder._gate.is_closed

@@ -78,7 +78,8 @@ async def test_versions_come_beside_running_decodes(served: Served, tmp_path: Pa
         other = plays[play.version % MAX_ADAPTERS]
         assert distance(play, turn) < distance(other, turn) / 2
     # Root, peer and reader anew for each; the root to its end, so what follows starts behind it.
-    again = MAX_ADAPTERS * ((30 - 1) + (40 - 1) + (4 - 1))
+    # The reader's end, which no turn of version 0 has followed, anew for all but the first.
+    again = MAX_ADAPTERS * (30 + (40 - 1) + (4 - 1)) + MAX_ADAPTERS - 1
     assert engine.stats().tokens_recomputed["refresh"] - refreshed == again
     assert engine.stats().foreign_blocks == 0
 

@@ -121,6 +121,7 @@ class FootingBuilder(FootingRuns):
             predicted += output.prompt_logprobs
             predicted += [position[tokens[-1]] for position in output.logprobs]
         self.tokens_computed += len(prompt)
+        self._count_lead(version, cursor, start)
         if keep:
             await self._put(version, cursor, Footing.after(plan, len(prompt)), False)
         first = max(score_from, 0 if start.lead else 1)
@@ -133,6 +134,7 @@ class FootingBuilder(FootingRuns):
         output = await self._run(
             version, parent, start, parent.token_ids[-1:], True, logprob_token_ids=[token]
         )
+        self._count_last(version, parent)
         return output.logprobs[0][token]
 
     async def _turn(self, version: int, turn: Turn, pins: Pins) -> AsyncGenerator[SampledToken]:
@@ -157,12 +159,15 @@ class FootingBuilder(FootingRuns):
             await stream.aclose()
             if not is_over:
                 num_new = len(turn.token_ids) - len(sampled)
-                self.tokens_computed += len(prompt) + max(num_new - 1, 0)
+                if num_new:
+                    self.tokens_computed += len(prompt) + num_new - 1
+                    self._count_lead(version, turn.prompt, start)
                 await self.client.command("release", [residency])
         assert end is not None
         turn.finish_reason = end.finish_reason
         turn.finished = turn.cursor()
         self.tokens_computed += end.num_computed - plan.num_rows
+        self._count_lead(version, turn.prompt, start)
         if sampled:
             # The last of them had not been computed yet.
             num_again = len(turn.prompt.token_ids) + len(sampled) - 1
@@ -179,6 +184,9 @@ class FootingBuilder(FootingRuns):
         complete = num_kept > num_trailing
         footing = Footing.after(plan, num_kept - plan.num_rows)
         await self._put(version, cursor, footing, complete)
+        if end.num_computed > num_trailing:
+            # A step ahead has; where it was a stop id, nothing of it was kept.
+            self._count_last(version, cursor)
         if end.num_kept is None:
             # Preempted at its very end.
             self.store.forget(footing.reads())

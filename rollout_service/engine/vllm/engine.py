@@ -301,14 +301,15 @@ class VllmEngine:
         """Occupancy after the last step, counters now; nothing is resident between processes."""
         builder, is_serving = self._newest(), self._supervisor.is_serving
         use, ended = builder.client.use, self._ended_use
+        num_preempted = use.preempted_rows + ended["preempted_rows"]
         return EngineStats(
             resident_cursors=len(builder.store) if is_serving else 0,
             recurrent_slots=use.states if is_serving else 0,
             tokens_resident=use.num_rows if is_serving else 0,
             tokens_capacity=use.capacity,
             running=self._running.total(),
-            tokens_computed=builder.tokens_computed,
-            tokens_recomputed=dict(builder.tokens_recomputed),
+            tokens_computed=builder.tokens_computed + num_preempted,
+            tokens_recomputed={**builder.tokens_recomputed, "preemption": num_preempted},
             tokens_sampled=self._tokens_sampled,
             preemptions=use.preemptions + ended["preemptions"],
             foreign_blocks=use.foreign + ended["foreign"],
@@ -332,7 +333,11 @@ class VllmEngine:
         core = await start_core(options, facts, before, self._loaded)
         if before is not None:
             use = before.builder.client.use
-            self._ended_use.update(preemptions=use.preemptions, foreign=use.foreign)
+            self._ended_use.update(
+                preemptions=use.preemptions,
+                preempted_rows=use.preempted_rows,
+                foreign=use.foreign,
+            )
         self._info = engine_info(options, facts, core.builder)
         return core
 

@@ -104,6 +104,8 @@ class FootingStore:
         self._readers: dict[int, set[Entry]] = {}
         self._gone: dict[Key, str] = {}
         """What had a footing, and what took it."""
+        self._ended: set[Key] = set()
+        """Those known whose last token has been computed."""
         self._versions: set[int] = set()
 
     def __len__(self) -> int:
@@ -140,7 +142,25 @@ class FootingStore:
     def succeed(self, before: FootingStore) -> None:
         """Know what `before` held, which went with its process."""
         self._gone = before._gone | dict.fromkeys(before._entries, "restart")
+        self._ended |= before._ended
         self._versions |= before._versions
+
+    def end(self, version: int, cursor: Cursor) -> str:
+        """Note that a run has computed the cursor's last token.
+
+        Returns:
+            Why again: `last_token`, for one more that follows it; `refresh`, under another version.
+            Empty for the first time.
+        """
+        key = (version, cursor.cursor_id)
+        if key in self._ended:
+            return "last_token"
+        is_known = not self._ended.isdisjoint(self._keys([cursor]))
+        if key in self._entries:
+            self._ended |= self._entries[key].owners
+        elif key in self._gone:
+            self._ended.add(key)
+        return "refresh" if is_known else ""
 
     def residencies_of(self, cursors: Iterable[Cursor]) -> list[int]:
         """Residencies of `cursors` under every version."""
@@ -151,6 +171,7 @@ class FootingStore:
         """Forget `cursors` under every version; returns residencies that nobody owns any more."""
         keys = self._keys(cursors)
         self._let_go(keys)
+        self._ended.difference_update(keys)
         return self._disown(keys)
 
     def hand_over(self, turn: Cursor, shorter: Cursor) -> list[int]:
@@ -161,6 +182,9 @@ class FootingStore:
         """
         superfluous: list[int] = []
         keys = self._keys([turn])
+        self._ended.difference_update(keys)
+        known = [key[0] for key in keys if key in self._entries or key in self._gone]
+        self._ended |= {(version, shorter.cursor_id) for version in known}
         for key in [key for key in keys if key in self._entries]:
             entry = self._entries[key]
             trailing = entry.trailing
@@ -178,6 +202,7 @@ class FootingStore:
         """Forget everything of `version`; returns its residencies."""
         self._versions.discard(version)
         self._let_go([key for key in self._gone if key[0] == version])
+        self._ended = {key for key in self._ended if key[0] != version}
         return self._disown([key for key in self._entries if key[0] == version])
 
     def forget(self, residencies: Iterable[int]) -> None:
@@ -219,6 +244,8 @@ class FootingStore:
         self._versions.add(version)
         key = (version, cursor.cursor_id)
         self._let_go([key])
+        if not self._ended.isdisjoint(entry.owners):
+            self._ended.add(key)
         entry.owners.add(key)
         self._entries[key] = entry
 

@@ -45,7 +45,9 @@ class FootingRuns:
         self.adapters: dict[int, LoadedAdapter | None] = {0: None}
         """Loaded versions; the base model is none of vLLM's."""
         self.tokens_computed = 0
-        self.tokens_recomputed: Counter[str] = Counter(eviction=0, refresh=0, restart=0)
+        self.tokens_recomputed: Counter[str] = Counter(
+            eviction=0, refresh=0, lead=0, last_token=0, restart=0
+        )
         self._gate = RebuildGate()
         self._ids = itertools.count(1)
         self._flights = Flights(self.store, self.release)
@@ -77,14 +79,17 @@ class FootingRuns:
                 version,
                 cursor,
                 complete,
-                lambda owner: self._compute(version, owner, complete, cause),
+                lambda owner: self._compute(version, owner, complete, cause, cursor),
             )
             footing = self.store.get(version, cursor, complete)
         if footing is None:
             raise ResidencyMissing([])
         return footing
 
-    async def _compute(self, version: int, cursor: Cursor, complete: bool, cause: str) -> None:
+    async def _compute(
+        self, version: int, cursor: Cursor, complete: bool, cause: str, asked: Cursor
+    ) -> None:
+        """Make a footing of `cursor`, which is `asked` or an identical root of it."""
         async with self._pins() as pins:
             if complete:
                 footing = await self._footing(version, cursor, complete=False)
@@ -98,6 +103,10 @@ class FootingRuns:
                 self.store.put(version, cursor, start.footing, complete)
                 return
             await self._run(version, cursor, start, prompt, complete)
+            if complete:
+                self._count_last(version, asked, cursor)
+            else:
+                self._count_lead(version, cursor, start, is_counted=bool(cause))
             if cause:
                 self.tokens_recomputed[cause] += len(prompt)
 
@@ -170,6 +179,31 @@ class FootingRuns:
         check_version(version, list(self.adapters))
         loaded = self.adapters[version]
         return None if loaded is None else loaded.request
+
+    def _count_lead(
+        self, version: int, cursor: Cursor, start: Start, *, is_counted: bool = False
+    ) -> None:
+        """Once a run over `cursor` has computed its lead."""
+        if start.lead:
+            assert cursor.parent is not None
+            self._count_last(version, cursor.parent, is_counted=is_counted)
+
+    def _count_last(
+        self, version: int, cursor: Cursor, twin: Cursor | None = None, *, is_counted: bool = False
+    ) -> None:
+        """Once a run has computed the last token of `cursor`; counts it where it did so again.
+
+        Args:
+            version: Policy version.
+            cursor: Whose last token.
+            twin: Holds the same footing.
+            is_counted: Whether the token is among those counted for another cause.
+        """
+        cause = self.store.end(version, cursor)
+        if twin is not None and twin is not cursor:
+            cause = self.store.end(version, twin) or cause
+        if cause and not is_counted:
+            self.tokens_recomputed[cause] += 1
 
     def _cause(self, version: int, cursor: Cursor) -> str:
         """Why a cursor that existed before is computed."""

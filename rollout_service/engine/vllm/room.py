@@ -21,6 +21,8 @@ class PoolUse:
     residencies: int = 0
     states: int = 0
     preemptions: int = 0
+    preempted_rows: int = 0
+    """Rows that preempted requests had computed, and compute again."""
     foreign: int = 0
     """Blocks read under another version than computed them."""
 
@@ -39,7 +41,8 @@ class PoolUse:
         self.page_rows, self.total, self.free = report["page_rows"], report["total"], report["free"]
         self.blocks_per_page = report["blocks_per_page"]
         self.residencies, self.states = report["residencies"], report["states"]
-        self.preemptions, self.foreign = report["preemptions"], report["foreign"]
+        self.preemptions, self.preempted_rows = report["preemptions"], report["preempted_rows"]
+        self.foreign = report["foreign"]
 
 
 class NotReady(Exception):

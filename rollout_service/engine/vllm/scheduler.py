@@ -43,6 +43,7 @@ class CursorScheduler(Scheduler):
         self.stops = StopStrings()
         self.num_host_pins = 0
         self.num_preemptions = 0
+        self.num_preempted_rows = 0
 
     def add_request(self, request: Any) -> None:
         """Queue a request; what it reads is pinned until it ends.
@@ -80,6 +81,7 @@ class CursorScheduler(Scheduler):
             "free": pool.get_num_free_blocks(),
             **self.registry.evictions(),
             "preemptions": self.num_preemptions,
+            "preempted_rows": self.num_preempted_rows,
             "foreign": self.kv_cache_manager.num_foreign_blocks,
         }
 
@@ -96,10 +98,12 @@ class CursorScheduler(Scheduler):
         if afresh or len(waiting) > 1 or (waiting and not self.num_host_pins):
             self.grammar_compile_error_reqs.add((afresh or waiting)[-1].request_id)
 
-    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Count it; what the request reads stays pinned, so it can attach again."""
+        plan = plan_of(request)
         self.num_preemptions += 1
-        super()._preempt_request(*args, **kwargs)
+        self.num_preempted_rows += request.num_computed_tokens - (plan.num_rows if plan else 0)
+        super()._preempt_request(request, *args, **kwargs)
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
