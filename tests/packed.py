@@ -23,6 +23,9 @@ from trainer_service.policy import LoraOptions, Policy
 from trainer_service.strip import Strip
 
 VOCAB = 300
+Measured = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Log-probabilities of the actions, `[A]`, and gradients by parameter."""
+
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid")
 
 
@@ -79,6 +82,48 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
+def action_weights(strip: Strip) -> torch.Tensor:
+    """A random weight in the loss of each action, `[A]`."""
+    return torch.randn(len(strip.action_row), generator=torch.Generator().manual_seed(1))
+
+
+def packed_pass(policy: Policy, strip: Strip) -> Measured:
+    """Of the loss that weighs each action by `action_weights`."""
+    logprobs = policy.logprobs(strip).policy_logprobs
+    (logprobs * action_weights(strip)).sum().backward()
+    return logprobs.detach(), gradients_of(policy.named_trainable_parameters())
+
+
+def path_pass(
+    model_path: Path, adapter_path: Path, records: list[EpisodeRecord], *, dtype: str
+) -> Measured:
+    """The same, each path run alone; adapters stay in float32 where the model is in less."""
+    strip = pack_episodes(records)
+    reference = load_reference(model_path, adapter_path, dtype=getattr(torch, dtype))
+    by_token = [reference_logprobs(reference, record) for record in records]
+    rows = tokens_of(strip, records)
+    actions = [rows[row] for row in strip.action_row.tolist()]
+    assert len(actions) == sum(len(found) for found in by_token)
+    logprobs = torch.stack([by_token[episode][token] for episode, token in actions])
+    (logprobs * action_weights(strip)).sum().backward()
+    trained = {
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in reference.named_parameters()
+        if parameter.requires_grad
+    }
+    return logprobs.detach(), gradients_of(trained)
+
+
+def gradients_of(parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """By name; every parameter has one, and it is not zero."""
+    found = {}
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        assert float(parameter.grad.norm()) > 0, name
+        found[name] = parameter.grad
+    return found
+
+
 def assert_equal_to_paths(
     policy: Policy,
     records: list[EpisodeRecord],
@@ -89,30 +134,11 @@ def assert_equal_to_paths(
     family: str,
 ) -> None:
     logprob_limit, gradient_limit = (5e-5, 1e-4) if dtype == "float32" else (1e-9, 1e-9)
-    strip = pack_episodes(records)
     policy.save_adapter(folder)
-    weights = torch.randn(len(strip.action_row), generator=torch.Generator().manual_seed(1))
     with exact_arithmetic(dtype, family):
-        packed = policy.logprobs(strip).policy_logprobs
-        (packed * weights).sum().backward()
-        reference = load_reference(model_path, folder, dtype=getattr(torch, dtype))
-        by_token = [reference_logprobs(reference, record) for record in records]
-        rows = tokens_of(strip, records)
-        actions = [rows[row] for row in strip.action_row.tolist()]
-        wanted = torch.stack([by_token[episode][token] for episode, token in actions])
-        (wanted * weights).sum().backward()
-
-    assert len(actions) == sum(len(found) for found in by_token)
-    assert float((packed - wanted).detach().abs().max()) <= logprob_limit
-    found_gradients = policy.named_trainable_parameters()
-    wanted_gradients = {
-        name.removeprefix("base_model.model."): parameter
-        for name, parameter in reference.named_parameters()
-        if parameter.requires_grad
-    }
-    assert found_gradients.keys() == wanted_gradients.keys()
-    for name, parameter in found_gradients.items():
-        found_gradient, wanted_gradient = parameter.grad, wanted_gradients[name].grad
-        assert found_gradient is not None and wanted_gradient is not None
-        assert float(wanted_gradient.norm()) > 0, name
-        assert relative(found_gradient, wanted_gradient) <= gradient_limit, name
+        logprobs, gradients = packed_pass(policy, pack_episodes(records))
+        path_logprobs, path_gradients = path_pass(model_path, folder, records, dtype=dtype)
+    assert float((logprobs - path_logprobs).abs().max()) <= logprob_limit
+    assert gradients.keys() == path_gradients.keys()
+    for name, gradient in gradients.items():
+        assert relative(gradient, path_gradients[name]) <= gradient_limit, name

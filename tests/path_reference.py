@@ -106,7 +106,8 @@ class _PathRunner:
         found = {}
         for row, (node, offset) in enumerate(rows):
             if node.sampled[offset] and row:
-                tempered = logits[row - 1] / (node.temperature or 1.0)
+                logit = logits[row - 1].to(torch.promote_types(logits.dtype, torch.float32))
+                tempered = logit / (node.temperature or 1.0)
                 found[node.node_id, offset] = tempered.log_softmax(0)[node.token_ids[offset]]
         return found
 
