@@ -19,13 +19,24 @@ LORA_TARGETS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0) -> Any:
-    """A random fp32 model of `family` with odd sizes and several attention layers."""
+KERNEL_HEADS: dict[str, dict[str, int]] = {
+    "qwen3_5": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "granitemoehybrid": {"mamba_d_state": 128, "mamba_d_head": 64, "mamba_expand": 8},
+}
+"""Sizes that give the recurrences heads that have kernels on a GPU."""
+
+
+def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0, **sizes: int) -> Any:
+    """A random fp32 model of `family` with odd sizes and several attention layers.
+
+    `sizes` replace those of the hybrids' configuration.
+    """
     import torch
     import transformers as hf
 
     torch.manual_seed(seed)
     if family == "qwen3_5":
+        heads: dict[str, Any] = {"linear_key_head_dim": 12, "linear_value_head_dim": 16, **sizes}
         config = hf.Qwen3_5TextConfig(
             vocab_size=vocab_size,
             hidden_size=48,
@@ -36,8 +47,7 @@ def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0) -> Any:
             head_dim=16,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
-            linear_key_head_dim=12,
-            linear_value_head_dim=16,
+            **heads,
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 1e4,
@@ -68,8 +78,15 @@ def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0) -> Any:
         config = hf.LlamaConfig(**common, num_hidden_layers=8)
         return hf.LlamaForCausalLM(config).float().eval()
     if family == "granitemoehybrid":
+        heads: dict[str, Any] = {
+            "mamba_d_state": 16,
+            "mamba_d_head": 16,
+            "mamba_expand": 2,
+            **sizes,
+        }
         config = hf.GraniteMoeHybridConfig(
             **common,
+            **heads,
             num_hidden_layers=4,
             layer_types=["mamba", "attention", "mamba", "attention"],
             num_local_experts=0,
@@ -77,9 +94,6 @@ def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0) -> Any:
             shared_intermediate_size=80,
             mamba_n_heads=6,
             mamba_n_groups=2,
-            mamba_d_state=16,
-            mamba_d_head=16,
-            mamba_expand=2,
             mamba_chunk_size=16,
             embedding_multiplier=1.5,
             logits_scaling=2.0,
@@ -90,7 +104,9 @@ def tiny_model(family: str, *, vocab_size: int = 300, seed: int = 0) -> Any:
     raise ValueError(f"unknown family {family!r}; known: {FAMILIES}")
 
 
-def save_tiny_model(folder: Path, family: str, *, vocab_size: int = 300, seed: int = 0) -> Path:
+def save_tiny_model(
+    folder: Path, family: str, *, vocab_size: int = 300, seed: int = 0, **sizes: int
+) -> Path:
     """Write `tiny_model` to `folder` in Hugging Face form."""
-    tiny_model(family, vocab_size=vocab_size, seed=seed).save_pretrained(folder)
+    tiny_model(family, vocab_size=vocab_size, seed=seed, **sizes).save_pretrained(folder)
     return folder

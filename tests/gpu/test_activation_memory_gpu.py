@@ -11,11 +11,14 @@ import torch
 
 from tests.packed import relative
 from tests.random_records import random_record
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.tiny_models import FAMILIES, KERNEL_HEADS, save_tiny_model
 from trainer_service.dag import pack_episodes
 from trainer_service.policy import LoraOptions, Policy
 
 pytestmark = pytest.mark.gpu
+
+CASES = [(family, {}) for family in FAMILIES] + list(KERNEL_HEADS.items())
+"""Families with their own sizes, and hybrids with those that Triton's kernels take."""
 
 
 def _gradients(path: Path, *, dtype: str, size: int | None = None, **options: Any) -> Any:
@@ -32,9 +35,11 @@ def _gradients(path: Path, *, dtype: str, size: int | None = None, **options: An
     return {name: p.grad for name, p in policy.named_trainable_parameters().items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ways_to_save_memory_change_no_gradient(tmp_path: Path, family: str) -> None:
-    path = save_tiny_model(tmp_path, family)
+@pytest.mark.parametrize(("family", "sizes"), CASES)
+def test_ways_to_save_memory_change_no_gradient(
+    tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    path = save_tiny_model(tmp_path, family, **sizes)
     plain = _gradients(path, dtype="float32")
     tiled = _gradients(
         path, dtype="float32", activation_checkpointing=True, activation_tile_tokens=37
@@ -45,9 +50,11 @@ def test_ways_to_save_memory_change_no_gradient(tmp_path: Path, family: str) -> 
         assert relative(pieces[name], wanted) <= 1e-4, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_steps_learn_in_float32(tmp_path: Path, family: str) -> None:
-    path = save_tiny_model(tmp_path, family)
+@pytest.mark.parametrize(("family", "sizes"), CASES)
+def test_bfloat16_steps_learn_in_float32(
+    tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    path = save_tiny_model(tmp_path, family, **sizes)
     found = _gradients(
         path, dtype="bfloat16", activation_checkpointing=True, activation_tile_tokens=37
     )

@@ -11,7 +11,8 @@ import torch
 
 from tests.packed import exact_arithmetic, load_policy, records_for, relative
 from tests.random_records import random_record
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.scan_cases import OPERATORS
+from tests.tiny_models import FAMILIES, KERNEL_HEADS, save_tiny_model
 from tests.tiny_moe_models import MOE_FAMILIES, save_tiny_moe_model
 from trainer_service.dag import pack_episodes
 from trainer_service.policy import LoraOptions, Policy
@@ -22,7 +23,26 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 def test_gpu_float32_equals_cpu_float64(tmp_path: Path, family: str) -> None:
     save = save_tiny_moe_model if family in MOE_FAMILIES else save_tiny_model
-    model_path = save(tmp_path / "model", family)
+    _assert_equal_on_the_gpu(save(tmp_path / "model", family), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "operator", "heads"),
+    [
+        ("qwen3_5", "gated_delta_rule", (2, 4, 128, 128)),
+        ("granitemoehybrid", "ssd", (2, 6, 128, 64)),
+    ],
+)
+def test_gpu_float32_with_kernels_for_recurrences_equals_cpu_float64(
+    tmp_path: Path, family: str, operator: str, heads: tuple[int, ...]
+) -> None:
+    model_path = save_tiny_model(tmp_path / "model", family, **KERNEL_HEADS[family])
+    _assert_equal_on_the_gpu(model_path, tmp_path)
+    # Where the self-test fails, PyTorch computes.
+    assert OPERATORS[operator].works(torch.device("cuda", 0), torch.float32, *heads)
+
+
+def _assert_equal_on_the_gpu(model_path: Path, tmp_path: Path) -> None:
     exact = load_policy(model_path, dtype="float64")
     exact.save_adapter(tmp_path / "lora")
     policy = Policy.load(

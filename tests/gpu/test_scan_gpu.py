@@ -59,10 +59,13 @@ def test_kernels_equal_naive(operator: str, name: str, dtype: torch.dtype) -> No
     assert _wrong(operator, CASES[name], dtype) == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SOAK_CASES)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_kernels_equal_naive_on_long_nodes_deep_and_wide_trees(operator: str, name: str) -> None:
-    assert _wrong(operator, SOAK_CASES[name], torch.bfloat16) == {}
+def test_kernels_equal_naive_on_long_nodes_deep_and_wide_trees(
+    operator: str, name: str, dtype: torch.dtype
+) -> None:
+    assert _wrong(operator, SOAK_CASES[name], dtype) == {}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
