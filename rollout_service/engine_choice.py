@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness_sdk.cli.interpreter import uncollected
 from harness_sdk.errors import Unavailable
+from harness_sdk.interpreter import uncollected
 from rollout_service.chat import ChatTokenizer
 from rollout_service.config import RolloutConfig
 from rollout_service.engine.base import Engine

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness_sdk.cli.interpreter import leave
 from harness_sdk.cli.settings import render_config
+from harness_sdk.interpreter import leave
 from trainer_service.config import TrainerConfig
 
 REPOSITORY = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from harness_sdk.cli.interpreter import uncollected
 from harness_sdk.cli.settings import add_config_arguments, load_config, render_config
+from harness_sdk.interpreter import uncollected
 from harness_sdk.log_ids import set_ids
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from harness_sdk.cli.interpreter import uncollected
+from harness_sdk.interpreter import uncollected
 from rollout_service.interpreter import seldom_collected
 from trainer_service.garbage import loaded_is_kept
 
@@ -51,7 +51,7 @@ def test_imports_are_not_searched_and_what_comes_after_is() -> None:
 
 def test_a_process_that_leaves_has_written_and_done_all_that_was_left_for_its_end() -> None:
     code = (
-        "import atexit, sys\nfrom harness_sdk.cli.interpreter import leave\n"
+        "import atexit, sys\nfrom harness_sdk.interpreter import leave\n"
         "class Held:\n    def __del__(self): print('taken apart')\n"
         "held = Held()\natexit.register(print, 'last words')\nprint('first', end=' ')\nleave(3)"
     )
