@@ -21,6 +21,7 @@ CONTRACTS = (
     "harness_sdk.redis_client",
     "harness_sdk.web_origin",
     "harness_sdk.exposition",
+    "harness_sdk.interpreter",
     "harness_sdk.log_ids",
     "harness_sdk.masking",
     "harness_sdk.tracing",
