@@ -188,8 +188,15 @@ def shown(terminal: int) -> str:
     ],
 )
 async def test_a_terminal_sees_a_bar_below_the_lines(
-    service: Running, folder: Path, command: tuple[str, ...], bar: str, line: str
+    service: Running,
+    folder: Path,
+    command: tuple[str, ...],
+    bar: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Commands that other tests ran in this process had no terminal.
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
     name, *words = command
